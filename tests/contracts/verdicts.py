@@ -32,7 +32,7 @@ from kvsift.cli.methods import method_row
 from kvsift.engine import prefill_sharing
 from kvsift.engine.graphs import fast_path
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative import exactness
 from kvsift.errors import KVSiftError
 from kvsift.kernels.page_summary import SUMMARIES
@@ -246,10 +246,10 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
     return "a step of it cannot be captured (a stand-in)" if model is fails else None
 
 
-def of_row(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
+def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
     settings = {"observer": None, "exact": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
-    found: Any = RunnerRows(made)._composed_reason(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
+    found: Any = SequenceRunner(made)._composed_reason(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
 
@@ -326,7 +326,7 @@ def of_models_under_plans(built: dict[str, Any]) -> Iterator[tuple[str, Callable
     for device in ("cpu", "cuda"):
         for deterministic in (False, True):
             made = runner(built["Llama"], device, deterministic=deterministic)
-            row = partial(of_row, made)
+            row = partial(of_sequence, made)
             kind = f"{device}, deterministic" if deterministic else device
             yield f"row: {kind}", row
             yield f"row: {kind}, observed", partial(row, observer=True)

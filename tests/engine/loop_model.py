@@ -21,27 +21,27 @@ class Tracked:
     answer: int  # tokens still to be decoded
     paid: dict[str, int]  # what each client had paid for prefill when it arrived
     passed: int = 0  # times, by short requests of its client since its last chunk
-    paused: int = 0  # steps in a row without a place
+    paused: int = 0  # steps in a sequence without a place
 
 
 class LoopModel:
     """A loop whose steps last what its caller says.
 
     Args:
-        pages: what rows may reserve in all; ``pages_lent`` of them are out of reach for now.
+        pages: what sequences may reserve in all; ``pages_lent`` of them are out of reach for now.
     """
 
     def __init__(
         self,
-        max_rows: int = 4,
+        max_seqs: int = 4,
         grid: int = 8,
         decode_share: float = 0.5,
         max_waiting: int = 64,
         overtakes: int = 4,
         pages: int = 1000,
     ) -> None:
-        self.schedule = Schedule(max_rows, grid, decode_share, max_waiting, overtakes)
-        self.max_rows, self.grid, self.share = max_rows, grid, decode_share
+        self.schedule = Schedule(max_seqs, grid, decode_share, max_waiting, overtakes)
+        self.max_seqs, self.grid, self.share = max_seqs, grid, decode_share
         self.max_waiting, self.overtakes, self.pages = max_waiting, overtakes, pages
         self.pages_lent = 0
         self.waiting: dict[str, dict[int, Tracked]] = defaultdict(dict)
@@ -59,7 +59,7 @@ class LoopModel:
 
     @property
     def reserved(self) -> int:
-        return sum(row.pages for rows in (self.reading, self.decoding) for row in rows.values())
+        return sum(seq.pages for seqs in (self.reading, self.decoding) for seq in seqs.values())
 
     @property
     def room(self) -> int:
@@ -98,13 +98,13 @@ class LoopModel:
         room = self.room
         decision = self.schedule.decide(room)
         self.steps += 1
-        assert decision.read is None or not decision.decode
-        assert decision.admit is None or decision.read == decision.admit
+        assert decision.prefill is None or not decision.decode
+        assert decision.admit is None or decision.prefill == decision.admit
         self.has_waited |= decision.admit is None and bool(self.queue) and self._lacks(room)
         if decision.admit is not None:
             self._admit(decision.admit, room)
-        if decision.read is not None:
-            self._read(decision.read, seconds_per_token, meanwhile)
+        if decision.prefill is not None:
+            self._read(decision.prefill, seconds_per_token, meanwhile)
         else:
             self._check_nothing_to_read(room, decision)
             meanwhile()
@@ -113,11 +113,11 @@ class LoopModel:
         return decision
 
     def open_rows(self, client: str) -> list[Tracked]:
-        return [row for rows in (self.reading, self.decoding) for row in rows.values() if row.client == client]
+        return [seq for seqs in (self.reading, self.decoding) for seq in seqs.values() if seq.client == client]
 
     def _fits(self, request: Tracked, room: int) -> bool:
         """By the rules of the scheduler's docstring."""
-        free = 2 * self.max_rows - len(self.reading) - len(self.decoding)
+        free = 2 * self.max_seqs - len(self.reading) - len(self.decoding)
         own = len(self.open_rows(request.client))
         left = (room + self.reserved) // 8 if own else 0
         return free > own and room >= request.pages + left
@@ -133,7 +133,7 @@ class LoopModel:
         assert self._fits(request, room)
         del self.waiting[client][key]
         short = request.tokens <= self.grid
-        own = [row for row in self.reading.values() if row.client == client]
+        own = [seq for seq in self.reading.values() if seq.client == client]
         assert not own or short, "one long prompt of a client after the other"
         older = [other for other in self.waiting[client].values() if other.key < key]
         assert not older or (short and all(other.tokens > self.grid for other in older))
@@ -147,15 +147,15 @@ class LoopModel:
         return min(max(tokens, -(-self.grid // self.overtakes)), self.grid)
 
     def _read(self, key: int, seconds_per_token: float, meanwhile: Callable[[], object]) -> None:
-        row = self.reading[key]
-        tokens, row.passed = min(self.grid, row.tokens), 0
-        if tokens == row.tokens and not self.has_waited:
-            self.check_waited(row)
+        seq = self.reading[key]
+        tokens, seq.passed = min(self.grid, seq.tokens), 0
+        if tokens == seq.tokens and not self.has_waited:
+            self.check_waited(seq)
         seconds = tokens * seconds_per_token
         meanwhile()  # before this chunk is paid: for those who come now it counts
-        self.paid[row.client] += self.cost(row.tokens)
-        self.turns[row.client] += 1
-        row.tokens -= tokens
+        self.paid[seq.client] += self.cost(seq.tokens)
+        self.turns[seq.client] += 1
+        seq.tokens -= tokens
         self.computed += tokens
         self.read_s += seconds
         if self.decoding:  # in every window, decoding has its share up to the longest chunk
@@ -167,16 +167,16 @@ class LoopModel:
         else:
             self.balance = self.highest = self.longest_chunk = 0.0
         self.owed, self.stepped = seconds * self.share / (1 - self.share), False
-        self.schedule.has_read(key, tokens, seconds, done=not row.tokens)
-        if not row.tokens:
+        self.schedule.has_prefilled(key, tokens, seconds, done=not seq.tokens)
+        if not seq.tokens:
             self.decoding[key] = self.reading.pop(key)
 
-    def check_waited(self, row: Tracked) -> None:
-        """The bound of the scheduler's docstring, before the last chunk of a row."""
-        own = self.paid[row.client] - row.paid.get(row.client, 0)
+    def check_waited(self, seq: Tracked) -> None:
+        """The bound of the scheduler's docstring, before the last chunk of a sequence."""
+        own = self.paid[seq.client] - seq.paid.get(seq.client, 0)
         for client, paid in self.paid.items():
-            if client != row.client:
-                assert paid - row.paid.get(client, 0) <= own + self.cost(row.tokens) + self.grid
+            if client != seq.client:
+                assert paid - seq.paid.get(client, 0) <= own + self.cost(seq.tokens) + self.grid
 
     def _check_nothing_to_read(self, room: int, decision: Decision) -> None:
         """Decoding is owed the step, or nothing could be read."""
@@ -192,24 +192,24 @@ class LoopModel:
         self.highest = max(self.highest, self.balance)
         self.decode_s += seconds
         self.schedule.has_decoded(seconds)
-        placed = self.schedule.step_rows()
+        placed = self.schedule.step_sequences()
         self._check_places(placed)
-        for row in [self.decoding[key] for key in placed]:
-            row.answer -= 1
-            if row.answer <= 0:
-                self.remove(row.key)
+        for seq in [self.decoding[key] for key in placed]:
+            seq.answer -= 1
+            if seq.answer <= 0:
+                self.remove(seq.key)
 
     def _check_places(self, placed: Sequence[int]) -> None:
         assert list(placed) == [key for key in self.decoding if key in placed]
-        assert len(placed) == min(len(self.decoding), self.max_rows)
-        for row in self.decoding.values():
-            row.paused = 0 if row.key in placed else row.paused + 1
-            assert row.paused <= 16 * 2 * self.max_rows, "every row has a place in the end"
+        assert len(placed) == min(len(self.decoding), self.max_seqs)
+        for seq in self.decoding.values():
+            seq.paused = 0 if seq.key in placed else seq.paused + 1
+            assert seq.paused <= 16 * 2 * self.max_seqs, "every row has a place in the end"
 
     def check_states(self) -> None:
         """The scheduler has the same requests in the same states."""
         assert self.schedule.waiting == tuple(sorted(request.key for request in self.queue))
-        assert self.schedule.reading == tuple(self.reading)
+        assert self.schedule.prefilling == tuple(self.reading)
         assert self.schedule.decoding == tuple(self.decoding)
         assert self.schedule.backlog == sum(r.tokens for r in (*self.queue, *self.reading.values()))
 

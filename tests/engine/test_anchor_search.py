@@ -47,7 +47,7 @@ def test_no_set_of_as_many_anchors_gains_more(gains: list[list[float]]) -> None:
 def test_the_smallest_number_leaves_no_layer_with_less(gains: list[list[float]], least: float) -> None:
     choice = choose(gains, None, least)
     assert choice.least >= least
-    allowed = [[gain if gain >= least else -inf for gain in row] for row in gains]
+    allowed = [[gain if gain >= least else -inf for gain in seq] for seq in gains]
     fewer = [anchors for number in range(1, len(choice.anchors)) for anchors in combinations(range(len(gains)), number)]
     assert all(total(allowed, anchors) == -inf for anchors in fewer)
 

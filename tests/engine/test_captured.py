@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine import loop_rows
-from engine.mixed_rows import decode
+from engine import loop_sequences
+from engine.mixed_sequences import decode
 from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
 from kvsift.calibration.fidelity import DecodedText, FidelityScorer
-from kvsift.engine.graphs import captured_rows, fast_path
-from kvsift.engine.row import Row
+from kvsift.engine.graphs import captured_sequences, fast_path
 from kvsift.engine.sampling import CHOICES
+from kvsift.engine.sequence import Sequence
 from kvsift.plan.syntax import parse_plan
 
 pytestmark = [
@@ -145,7 +145,7 @@ def test_captured_steps_equal_the_same_steps_run_one_by_one(plan: str, dtype: st
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_a_ragged_batch_are_those_of_the_composed_path(plan: str, dtype: str, directory: Path) -> None:
+def test_sequences_of_a_ragged_batch_are_those_of_the_composed_path(plan: str, dtype: str, directory: Path) -> None:
     model, alone = llm(directory, dtype=dtype), llm(directory, "composed", dtype)
     together = answers(model, plan=plan)
     if dtype == "float32":
@@ -174,7 +174,7 @@ def test_samples_repeat_and_equal_those_of_the_composed_path(sampling: Any, dire
     assert tokens(answers(model)) != first
 
 
-def test_rows_end_where_they_say_so_themselves(directory: Path, tmp_path: Path) -> None:
+def test_sequences_end_where_they_say_so_themselves(directory: Path, tmp_path: Path) -> None:
     free = answers(llm(directory))
     ending = write_model(tmp_path, eos_token_id=free[1].token_ids[9], **SIZES)
     fast, slow = (answers(llm(ending, path), stop=free[3].text[5:7]) for path in ("captured", "composed"))
@@ -187,7 +187,7 @@ def test_rows_end_where_they_say_so_themselves(directory: Path, tmp_path: Path) 
 def test_what_is_left_moves_to_fewer_slots(
     sampling: Sampling | None, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_rows, "MOVE_STEPS", 1)
+    monkeypatch.setattr(captured_sequences, "MOVE_STEPS", 1)
     free = answers(llm(directory), max_new_tokens=80)
     ends = [free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]]
     ending = write_model(tmp_path, eos_token_id=ends, **SIZES)
@@ -268,7 +268,7 @@ def test_steps_that_cross_from_dense_to_sparse_equal_the_composed_path(plan: str
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_around_the_threshold_are_dense_or_sparse_by_themselves(plan: str, dtype: str, directory: Path) -> None:
+def test_sequences_around_the_threshold_are_dense_or_sparse(plan: str, dtype: str, directory: Path) -> None:
     below, texts = 1000, [text_of(length) for length in (1500, 985, 960, 300, 1200)]
     captured, eager, composed = (
         answers(llm(directory, path, dtype, dense_below=below), texts, plan=plan)
@@ -285,7 +285,7 @@ def test_rows_around_the_threshold_are_dense_or_sparse_by_themselves(plan: str, 
     assert captured[3].decode("density") == 1
 
 
-def test_rows_of_several_plans_answer_as_each_does_alone(directory: Path) -> None:
+def test_sequences_of_several_plans_answer_as_each_does_alone(directory: Path) -> None:
     plans = [
         "quest:budget=256:window=32:dense_layers=1",
         "dense",
@@ -367,23 +367,23 @@ def test_after_a_warm_up_no_prompt_waits_for_a_capture(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_of_the_loop_answer_as_alone_whoever_joins_and_leaves(directory: Path, deterministic: bool) -> None:
-    """Unless it is deterministic, a step over other rows rounds products differently, and tokens that are nearly tied
-    may change places."""
+def test_sequences_of_the_loop_answer_as_alone_whoever_joins_and_leaves(directory: Path, deterministic: bool) -> None:
+    """Unless it is deterministic, a step over other sequences rounds products differently, and tokens that are nearly
+    tied may change places."""
     how = {"deterministic": deterministic}
-    single, model = (loop_rows.new_llm(directory, "auto", "cuda", keep_tokens=keep, **how) for keep in (0, 1024))
-    known, equal, total = dict[tuple[Any, ...], Row](), 0, 0
+    single, model = (loop_sequences.new_llm(directory, "auto", "cuda", keep_tokens=keep, **how) for keep in (0, 1024))
+    known, equal, total = dict[tuple[Any, ...], Sequence](), 0, 0
     for seed in range(200):
-        for row, case in loop_rows.history(model, random.Random(seed)):
-            assert row.error is None
+        for seq, case in loop_sequences.history(model, random.Random(seed)):
+            assert seq.error is None
             if case not in known:
-                known[case] = loop_rows.alone(single, *case)
-            found, expected = loop_rows.tokens(row), loop_rows.tokens(known[case])
+                known[case] = loop_sequences.alone(single, *case)
+            found, expected = loop_sequences.tokens(seq), loop_sequences.tokens(known[case])
             if deterministic:
-                loop_rows.assert_equal(row, known[case])
+                loop_sequences.assert_equal(seq, known[case])
             equal, total = equal + (found == expected[: len(found)]), total + 1
-            if row.finish_reason == "length":
-                assert bool(row.composed) == case[1].startswith("snapkv") or len(expected) == 1
-                queries = [loop_rows.counters(each)["queries"] for each in (row, known[case])]
+            if seq.finish_reason == "length":
+                assert bool(seq.composed) == case[1].startswith("snapkv") or len(expected) == 1
+                queries = [loop_sequences.counters(each)["queries"] for each in (seq, known[case])]
                 assert queries[0] == queries[1]
     assert equal >= 0.95 * total > 300, (equal, total)

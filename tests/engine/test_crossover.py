@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvsift.engine.graphs.crossover import NEVER, crossover_length
-from kvsift.engine.graphs.session import round_up, row_lengths
+from kvsift.engine.graphs.session import round_up, sequence_lengths
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_capacities_come_in_few_sizes_and_waste_little() -> None:
     assert round_up(8192 + 4) == 8192 + 512
 
 
-def test_rows_are_reserved_for_a_whole_bucket() -> None:
-    assert row_lengths([100, 20, 30], 16) == [128, 128, 128, 0]
-    assert row_lengths([1000], 16) == [1024]
+def test_sequences_are_reserved_for_a_whole_bucket() -> None:
+    assert sequence_lengths([100, 20, 30], 16) == [128, 128, 128, 0]
+    assert sequence_lengths([1000], 16) == [1024]

@@ -1,4 +1,5 @@
-"""The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, row by row."""
+"""The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, sequence by
+sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
-from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs import captured_sequences
 from kvsift.engine.graphs.session import Session
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
@@ -101,12 +102,12 @@ def test_other_architectures_take_steps_by_their_own_forward(
 
 def test_layers_that_reuse_answer_as_on_the_composed_path(eager: LLM, composed: LLM, tmp_path: Path) -> None:
     plan = f"sketch:budget=64:window=16:page_size=8:dense_layers=none:anchors={write_anchors(tmp_path, eager.model)}"
-    test_rows_of_a_ragged_batch_answer_as_they_do_alone(plan, eager, composed)
+    test_sequences_of_a_ragged_batch_answer_as_they_do_alone(plan, eager, composed)
     assert answers(eager, plan=plan)[0].decode("estimated_share") > 0, "of the layer that selects"
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_rows_of_a_ragged_batch_answer_as_they_do_alone(plan: str, eager: LLM, composed: LLM) -> None:
+def test_sequences_of_a_ragged_batch_answer_as_they_do_alone(plan: str, eager: LLM, composed: LLM) -> None:
     together, alone = answers(eager, plan=plan), answers(composed, plan=plan)
     assert tokens(together) == tokens(alone)
     for fast, slow in zip(together, alone):
@@ -138,9 +139,9 @@ def test_samples_go_on_where_random_numbers_are_drawn_in_blocks(eager: LLM, comp
     assert tokens(answers(eager, TEXTS[1:2], **options)) == tokens(answers(composed, TEXTS[1:2], **options))
 
 
-def test_rows_end_where_they_say_so_themselves(llama: Path, composed: LLM, tmp_path: Path) -> None:
+def test_sequences_end_where_they_say_so_themselves(llama: Path, composed: LLM, tmp_path: Path) -> None:
     free = answers(composed)
-    end = free[1].token_ids[9]  # of one row; it may come up in others as well
+    end = free[1].token_ids[9]  # of one sequence; it may come up in others as well
     stop = free[3].text[5:7]
     directory = write_model(tmp_path, eos_token_id=end)
     fast, slow = (answers(LLM(directory, QUEST, path=path), stop=[stop, "never said"]) for path in ("eager", "auto"))
@@ -160,7 +161,7 @@ def test_few_tokens(max_new_tokens: int, eager: LLM, composed: LLM) -> None:
 def test_what_is_left_moves_to_fewer_slots(
     llama: Path, composed: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_rows, "MOVE_STEPS", 1)
+    monkeypatch.setattr(captured_sequences, "MOVE_STEPS", 1)
     free = answers(composed, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=[free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]])
     llm = LLM(directory, QUEST, path="eager")
@@ -233,17 +234,17 @@ def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
     llm = LLM(llama, QUEST, path=path)
     stream = llm.stream(TEXTS[0], max_new_tokens=50)
     next(stream)
-    assert len(llm.loop.rows) == 1
+    assert len(llm.loop.seqs) == 1
     stream.close()
     llm.loop.step()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     assert list(stream) == []
     assert stream.answer is None
     unread = llm.stream(TEXTS[0], max_new_tokens=50)
     unread.close()
     assert list(unread) == []
     llm.loop.step()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -291,7 +292,7 @@ def test_short_documents_are_dense_where_the_user_says_so(path: str, llama: Path
         assert document.ask("How many sacks?", plan=plan, max_new_tokens=5).decode("density") == 1
 
 
-def test_rows_shorter_than_the_threshold_are_dense_before_and_after_the_longest_has_ended(
+def test_sequences_shorter_than_the_threshold_are_dense_before_and_after_the_longest_has_ended(
     llama: Path, composed: LLM, tmp_path: Path
 ) -> None:
     end = answers(composed, max_new_tokens=40)[0].token_ids[4]

@@ -10,7 +10,7 @@ import pytest
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs import captured_sequences
 
 COUNTERS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense", "recall")
 
@@ -33,10 +33,10 @@ def random_plan(rng: random.Random) -> str:
 
 
 def random_batch(rng: random.Random) -> tuple[list[str], dict[str, Any]]:
-    rows = rng.choice([1, 2, 3, 5])
-    sampling = [Sampling(rng.choice([0, 0, 0.7, 1.3]), rng.choice([1.0, 0.8]), rng.randint(0, 99)) for _ in range(rows)]
+    seqs = rng.choice([1, 2, 3, 5])
+    sampling = [Sampling(rng.choice([0, 0, 0.7, 1.3]), rng.choice([1.0, 0.8]), rng.randint(0, 99)) for _ in range(seqs)]
     stop = rng.choice([None, "e", ["a", "th"]])
-    texts = [text_of(rng.randint(3, 400)) for _ in range(rows)]
+    texts = [text_of(rng.randint(3, 400)) for _ in range(seqs)]
     return texts, {"max_new_tokens": rng.randint(1, 40), "sampling": sampling, "stop": stop}
 
 
@@ -48,7 +48,7 @@ def test_random_batches_answer_as_on_the_composed_path(
     directory = write_model(tmp_path, ["Llama", "Qwen3", "Phi3"][seed % 3], num_key_value_heads=rng.choice([1, 2, 4]))
     fast, slow = LLM(directory, path="eager"), LLM(directory)
     for _ in range(5):
-        monkeypatch.setattr(captured_rows, "MOVE_STEPS", rng.choice([1, 512]))
+        monkeypatch.setattr(captured_sequences, "MOVE_STEPS", rng.choice([1, 512]))
         plan, (texts, options) = random_plan(rng), random_batch(rng)
         for one, other in zip(fast.generate(texts, plan=plan, **options), slow.generate(texts, plan=plan, **options)):
             said = plan, len(texts), options

@@ -97,7 +97,7 @@ def test_a_sparse_plan_counts_what_it_saw_and_read(llm: LLM) -> None:
 
 def test_dense_layers_are_counted_as_dense(llm: LLM) -> None:
     answer = llm.generate(TEXT, plan="quest:budget=128:window=16:dense_layers=0+2", max_new_tokens=3)
-    density = {row["layer"]: row["density"] for row in answer.stats["layers"] if row["phase"] == "decode"}
+    density = {seq["layer"]: seq["density"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
     assert density[0] == density[2] == 1 > density[1]
     assert answer.decode("density") == pytest.approx(sum(density.values()) / 3)
 
@@ -128,7 +128,7 @@ def test_kv_bytes_are_those_of_the_pools(llm: LLM) -> None:
     needed = llm.directory.kv_bytes_per_token(llm.dtype) * (1 + len(TEXT))
     assert llm.directory.kv_bytes_per_token(llm.dtype) == LAYERS * KV_BYTES_PER_TOKEN
     assert needed < dense < 3 * needed
-    assert quest == dense * 17 // 16  # two rows of summary for sixteen keys and sixteen values
+    assert quest == dense * 17 // 16  # two sequences of summary for sixteen keys and sixteen values
 
 
 def test_the_peak_of_the_process_holds_the_cache(llm: LLM) -> None:

@@ -92,8 +92,8 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it() -> None:
     assert counts[1] / 4000 == pytest.approx(4 / 7, abs=0.032)
 
 
-def test_a_row_draws_what_it_draws_alone() -> None:
-    """Sorted beside rows that have a top_p, unsorted without."""
+def test_a_sequence_draws_what_it_draws_alone() -> None:
+    """Sorted beside sequences that have a top_p, unsorted without."""
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     temperature, top_p = torch.tensor([[0.8, 1.0, 0.0], [1.0, 0.5, 1.0]], dtype=torch.float64)
     for seed in range(200):

@@ -95,7 +95,7 @@ def test_ctrl_c_at_any_moment_ends_the_own_answer_alone(llama: Path) -> None:
         del actions, chat, document, action
         gc.collect()
         llm.loop.check()
-        assert llm.loop.rows == [], llm.loop.rows
+        assert llm.loop.sequences == [], llm.loop.sequences
         assert not any(node.users for node in llm.loop.pages.tree._nodes.values())
         assert threading.active_count() == before - 1
         llm.close()
@@ -194,7 +194,7 @@ def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_p
 
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(document.ask, "Which?", max_new_tokens=2000)
-        while not llm.loop.rows:
+        while not llm.loop.seqs:
             time.sleep(0.001)
         saved = threads.submit(document.save, tmp_path / "document.kvsift")
         while not document._prefix._waiting and not saved.done():  # type: ignore[union-attr]

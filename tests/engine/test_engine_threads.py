@@ -99,7 +99,7 @@ def test_a_stream_is_closed_while_another_thread_waits_for_its_pieces(llama: Pat
     thread.join(60)
     assert not thread.is_alive()
     llm.loop.step()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     assert 0 < len(pieces) < 3000
 
 

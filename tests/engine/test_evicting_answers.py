@@ -76,7 +76,7 @@ def test_a_document_that_was_dropped_while_it_was_read_is_read_once(spec: str, l
 
 @pytest.mark.parametrize("spec", PREFILLING)
 def test_beams_and_batches_drop_while_they_read(spec: str) -> None:
-    """A prompt that comes in one call, rows of two lengths, three beams: as each row alone."""
+    """A prompt that comes in one call, sequences of two lengths, three beams: as each sequence alone."""
     model = tiny(num_hidden_layers=3)
     ids = torch.randint(3, 90, (2, 700), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -124,9 +124,9 @@ def test_a_marked_cache_can_go_back_however_far(spec: str, llama: Path) -> None:
     model.prefill(cache, [6, 7] * 600)
     cache.rewind()
     model.prefill(cache, [6], phase="decode")
-    said = [row for rows in cache.describe().values() for row in rows]
+    said = [seq for seqs in cache.describe().values() for seq in seqs]
     assert said
-    assert not any("queries_unknown_before" in row for row in said)
+    assert not any("queries_unknown_before" in seq for seq in said)
 
 
 @pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=16", "tova"])

@@ -70,7 +70,7 @@ def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sam
     assert plan == "dense" or report["drafted"] > 0
 
 
-def test_rows_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
+def test_sequences_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
     prompts = [text_of(length) for length in (700, 130, 350, 90, 510)]
     samplings = [Sampling(), Sampling(1.0, seed=1), Sampling(), Sampling(0.7, seed=2), Sampling(1.0, seed=9)]
     dense = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings)

@@ -1,4 +1,5 @@
-"""Histories of exact and dense rows in captured steps, with drafts behind verifications: each answer is its own."""
+"""Histories of exact and dense sequences in captured steps, with drafts behind verifications: each answer is its
+own."""
 
 from __future__ import annotations
 
@@ -6,19 +7,19 @@ import random
 from typing import Any
 
 import pytest
-from engine.loop_rows import GRID, new_row, take_steps, tokens
+from engine.loop_sequences import GRID, new_sequence, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
 from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
-ROWS, NEW = 8, 36
+SEQUENCES, NEW = 8, 36
 
 pytestmark = pytest.mark.usefixtures("eager_pace")
 
@@ -30,23 +31,23 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(directory, "dense", path="eager", device="cpu", dtype="float32", deterministic=True, chunk_size=GRID)
 
 
-def row_of(llm: LLM, number: int, has_own_mind: bool) -> Row:
+def sequence_of(llm: LLM, number: int, has_own_mind: bool) -> Sequence:
     """Every fourth is dense; with ``has_own_mind`` clients take other tokens now and then."""
     is_exact, sampling = number % 4 != 3, SAMPLINGS[number % 3]
-    row = new_row(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling, exact=is_exact)
-    take, others = row.output.take, set(random.Random(number).sample(range(2, NEW), 3)) if has_own_mind else set()
+    seq = new_sequence(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling, exact=is_exact)
+    take, others = seq.output.take, set(random.Random(number).sample(range(2, NEW), 3)) if has_own_mind else set()
 
     def chosen(*arguments: Any) -> Any:
         token, reason = take(*arguments)
-        return (token + 1) % 200 if len(tokens(row)) in others else token, reason
+        return (token + 1) % 200 if len(tokens(seq)) in others else token, reason
 
-    row.output.take = chosen  # type: ignore[method-assign]
-    return row
+    seq.output.take = chosen  # type: ignore[method-assign]
+    return seq
 
 
 @pytest.mark.parametrize("has_own_mind", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_come_and_go_whatever_is_drafted(
+def test_sequences_come_and_go_whatever_is_drafted(
     llm: LLM, seed: int, has_own_mind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng, amounts, behind = random.Random(seed), dict[int, int](), []
@@ -74,28 +75,28 @@ def test_rows_come_and_go_whatever_is_drafted(
 
     monkeypatch.setattr(Pace, "choose", lambda *_: Amount(0.0))
     expected = []
-    for number in range(ROWS):
-        llm.loop.submit(row := row_of(llm, number, has_own_mind))
-        take_steps(llm, [row])
-        expected.append(tokens(row))
+    for number in range(SEQUENCES):
+        llm.loop.submit(seq := sequence_of(llm, number, has_own_mind))
+        take_steps(llm, [seq])
+        expected.append(tokens(seq))
     monkeypatch.setattr(block_groups, "FEW", 2)
     monkeypatch.setattr(Pace, "choose", amount)
     monkeypatch.setattr(Measured, "decide", decide)
     monkeypatch.setattr(Slots, "_run", checked)
     monkeypatch.setattr(BlockGroup, "_draft_behind", watched)
-    rows, waiting = dict[int, Row](), rng.sample(range(ROWS), ROWS)
-    while waiting or not all(row.is_ended for row in rows.values()):
+    seqs, waiting = dict[int, Sequence](), rng.sample(range(SEQUENCES), SEQUENCES)
+    while waiting or not all(seq.is_ended for seq in seqs.values()):
         if waiting and rng.random() < 0.15:
-            rows[waiting[-1]] = row_of(llm, waiting[-1], has_own_mind)
-            llm.loop.submit(rows[waiting.pop()])
+            seqs[waiting[-1]] = sequence_of(llm, waiting[-1], has_own_mind)
+            llm.loop.submit(seqs[waiting.pop()])
         llm.loop.step()
         llm.loop.check()
-        if rng.random() < 0.01 and rows:
-            llm.loop.cancel(rng.choice(list(rows.values())))
+        if rng.random() < 0.01 and seqs:
+            llm.loop.cancel(rng.choice(list(seqs.values())))
         if rng.random() < 0.02:
             llm.loop._model.release(llm.loop.pages.kv)
-    for number, row in rows.items():
-        assert row.error is None
-        assert tokens(row) == expected[number][: len(tokens(row))], number
-        assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
+    for number, seq in seqs.items():
+        assert seq.error is None
+        assert tokens(seq) == expected[number][: len(tokens(seq))], number
+        assert seq.finish_reason == "cancelled" or len(tokens(seq)) == len(expected[number])
     assert behind

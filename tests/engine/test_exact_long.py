@@ -53,11 +53,11 @@ def test_long_answers_are_those_of_dense_attention(llm: LLM, tokens: int, monkey
         assert asked.ask(question, plan=PLANS[0], exact=True).token_ids == dense.token_ids
 
 
-def test_long_rows_are_exact_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sequences_are_exact_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLM, "_end_ids", lambda runner: frozenset())
     text = make_document(4_096)
     texts = [text[:length] for length in (16_000, 9_000, 14_000, 6_000)]
-    options = {"max_new_tokens": 150, "sampling": [Sampling(0.8 * (row % 2), seed=row) for row in range(4)]}
+    options = {"max_new_tokens": 150, "sampling": [Sampling(0.8 * (seq % 2), seed=seq) for seq in range(4)]}
     dense = llm.generate(texts, plan="dense", **options)
     exact = llm.generate(texts, plan=PLANS[0], exact=True, **options)
     assert [answer.token_ids for answer in exact] == [answer.token_ids for answer in dense]
@@ -71,19 +71,19 @@ def test_exact_answers_are_drawn_from_the_distribution_of_the_model(
     in one of a thousand runs, and the seeds are fixed."""
     monkeypatch.setattr(LLM, "_end_ids", lambda runner: frozenset())
     directory = write_model(tmp_path, "Qwen3", hidden_size=64, head_dim=32, num_hidden_layers=1)
-    llm, prompt, new, rows = LLM(directory, "dense", device="cpu", dtype="float32"), text_of(120), 25, 250
+    llm, prompt, new, seqs = LLM(directory, "dense", device="cpu", dtype="float32"), text_of(120), 25, 250
     plan = "sketch:budget=48:sinks=4:window=16:dense_layers=none"
     llm.load()
     start = llm.tokenizer(prompt)["input_ids"]
     by_token, by_rank = torch.zeros(2, llm.model.config.vocab_size), torch.zeros(2, llm.model.config.vocab_size)
     drafted = wrong = 0
-    for first in range(0, 100_000 // new, rows):
-        samplings = [Sampling(1.0, seed=seed) for seed in range(first, first + rows)]
-        answers = llm.generate([prompt] * rows, plan=plan, exact=True, max_new_tokens=new, sampling=samplings)
+    for first in range(0, 100_000 // new, seqs):
+        samplings = [Sampling(1.0, seed=seed) for seed in range(first, first + seqs)]
+        answers = llm.generate([prompt] * seqs, plan=plan, exact=True, max_new_tokens=new, sampling=samplings)
         drafted += sum(answer.exact["drafted"] for answer in answers if answer.exact)
         wrong += sum(answer.exact["drafts_wrong"] for answer in answers if answer.exact)
         drawn = torch.tensor([answer.token_ids for answer in answers])
-        texts = torch.cat([torch.tensor(start).expand(rows, -1), drawn[:, :-1]], 1)
+        texts = torch.cat([torch.tensor(start).expand(seqs, -1), drawn[:, :-1]], 1)
         with torch.inference_mode():
             shares = llm.model(texts).logits[:, len(start) - 1 :].float().softmax(2).flatten(0, 1)
         ranked, order = shares.sort(1, descending=True)

@@ -131,40 +131,40 @@ def test_an_answer_begins_with_what_earlier_ones_have_measured() -> None:
         answer.note_verified(tokens + 1, 0.010)
 
 
-def test_rows_of_one_kind_draft_together() -> None:
-    """One row that drafts would let the others wait for its drafts."""
+def test_sequences_of_one_kind_draft_together() -> None:
+    """One sequence that drafts would let the others wait for its drafts."""
     paces = Paces()
-    rows = [paces.begin("quest", 30_000) for _ in range(4)]
-    for row in rows:
-        row.note_verified(1, 0.0196)
-        row.note_verified(8, 0.0203)
+    seqs = [paces.begin("quest", 30_000) for _ in range(4)]
+    for seq in seqs:
+        seq.note_verified(1, 0.0196)
+        seq.note_verified(8, 0.0203)
     drafted = []
     for number in range(2000):
-        decide_together(rows, [7] * 4)
-        drafted.append([row.choose(0, 0, 7).tokens for row in rows])
-        for place, row in enumerate(rows):
+        decide_together(seqs, [7] * 4)
+        drafted.append([seq.choose(0, 0, 7).tokens for seq in seqs])
+        for place, seq in enumerate(seqs):
             if count := drafted[-1][place]:
                 accepted = next((k for k in range(count) if (number * 7 + place * 3 + k) % 2), count)  # about a half
-                row.note_drafts(count, accepted, 0.0051 * count)
+                seq.note_drafts(count, accepted, 0.0051 * count)
     assert all(len(set(each)) == 1 for each in drafted)
     assert sum(each[0] > 0 for each in drafted) > 1900, "a half accepted pays for four rows"
     alone = paced(verify={1: 0.0196, 8: 0.0203}, draft=0.0051, accepted=0, offered=2)
-    decide_together([*rows, alone], [7] * 5)
+    decide_together([*seqs, alone], [7] * 5)
     assert alone.choose(0, 0, 7).tokens == 0, "rows of other kinds decide for themselves"
 
 
-def test_a_pause_lasts_as_many_steps_for_several_rows_as_for_one() -> None:
+def test_a_pause_lasts_as_many_steps_for_several_sequences_as_for_one() -> None:
     tries = []
-    for num_rows in (1, 4):
+    for num_seqs in (1, 4):
         paces, tried = Paces(), []
-        rows = [paces.begin("quest", 30_000) for _ in range(num_rows)]
-        rows[0].note_verified(1, 0.010)
+        seqs = [paces.begin("quest", 30_000) for _ in range(num_seqs)]
+        seqs[0].note_verified(1, 0.010)
         for step in range(1000):
-            decide_together(rows, [7] * num_rows)
-            if count := rows[0].choose(0, 0, 7).tokens:
+            decide_together(seqs, [7] * num_seqs)
+            if count := seqs[0].choose(0, 0, 7).tokens:
                 tried.append(step)
-                for row in rows:
-                    row.note_drafts(count, 0, 0.009 * count)
+                for seq in seqs:
+                    seq.note_drafts(count, 0, 0.009 * count)
         tries.append(tried)
     assert tries[0] == tries[1]
     assert 3 <= len(tries[0]) <= 5

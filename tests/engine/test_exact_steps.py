@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.loop_rows import GRID, assert_equal, new_row, take_steps, tokens
+from engine.loop_sequences import GRID, assert_equal, new_sequence, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
@@ -20,7 +20,7 @@ from kvsift.engine.graphs.block_launches import Drafts
 from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.graphs.feeds import Shift
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Pace
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
@@ -81,7 +81,7 @@ def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sam
     assert not exact.path.startswith("composed")
 
 
-def test_rows_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
+def test_sequences_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
     prompts = [text_of(length) for length in (700, 130, 350, 90, 510, 210)]
     samplings = [SAMPLINGS[number % 3] for number in range(6)]
     alone = [llm.generate(prompt, max_new_tokens=NEW, sampling=each) for prompt, each in zip(prompts, samplings)]
@@ -91,34 +91,34 @@ def test_rows_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
     assert all(map(same, exact, alone))
 
 
-def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
+def test_sequences_of_all_kinds_join_and_leave(llm: LLM) -> None:
     kinds = [(plan, exact) for plan in PLANS for exact in (False, True)]
 
-    def row_of(number: int) -> Row:
+    def sequence_of(number: int) -> Sequence:
         plan, exact = kinds[number]
         sampling, text = SAMPLINGS[number % 3], text_of(100 + 37 * number)
-        return new_row(llm, text, plan, 16, sampling, exact=exact)
+        return new_sequence(llm, text, plan, 16, sampling, exact=exact)
 
     expected = []
     for number in range(len(kinds)):
-        llm.loop.submit(row := row_of(number))
-        take_steps(llm, [row])
-        expected.append(tokens(row))
+        llm.loop.submit(seq := sequence_of(number))
+        take_steps(llm, [seq])
+        expected.append(tokens(seq))
     for seed in range(3):
-        rng, rows = random.Random(seed), dict[int, Row]()
+        rng, seqs = random.Random(seed), dict[int, Sequence]()
         waiting = rng.sample(range(len(kinds)), len(kinds))
-        while waiting or not all(row.is_ended for row in rows.values()):
+        while waiting or not all(seq.is_ended for seq in seqs.values()):
             if waiting and rng.random() < 0.4:
-                rows[waiting[-1]] = row_of(waiting[-1])
-                llm.loop.submit(rows[waiting.pop()])
+                seqs[waiting[-1]] = sequence_of(waiting[-1])
+                llm.loop.submit(seqs[waiting.pop()])
             llm.loop.step()
             llm.loop.check()
-            if rng.random() < 0.02 and rows:
-                llm.loop.cancel(rng.choice(list(rows.values())))
-        for number, row in rows.items():
-            assert row.error is None
-            assert tokens(row) == expected[number][: len(tokens(row))], kinds[number]
-            assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
+            if rng.random() < 0.02 and seqs:
+                llm.loop.cancel(rng.choice(list(seqs.values())))
+        for number, seq in seqs.items():
+            assert seq.error is None
+            assert tokens(seq) == expected[number][: len(tokens(seq))], kinds[number]
+            assert seq.finish_reason == "cancelled" or len(tokens(seq)) == len(expected[number])
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -135,20 +135,20 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
 
     def answer(num_tokens: int, others: tuple[int, ...]) -> list[int]:
         plan = PLANS[1] if exact else "dense"
-        row = new_row(llm, text_of(300), plan, num_tokens, SAMPLINGS[2], exact=exact)
+        seq = new_sequence(llm, text_of(300), plan, num_tokens, SAMPLINGS[2], exact=exact)
         if exact:
-            row.exact.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
-        take = row.output.take
+            seq.exact.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
+        take = seq.output.take
 
         def chosen(logits: object, probe_s: float) -> tuple[int, str]:
             token, reason = take(logits, probe_s)  # type: ignore[arg-type]
-            return (token + 1 if len(tokens(row)) in others else token), reason
+            return (token + 1 if len(tokens(seq)) in others else token), reason
 
-        row.output.take = chosen  # type: ignore[method-assign, assignment]
-        llm.loop.submit(row)
-        take_steps(llm, [row])
-        assert row.error is None
-        return tokens(row)
+        seq.output.take = chosen  # type: ignore[method-assign, assignment]
+        llm.loop.submit(seq)
+        take_steps(llm, [seq])
+        assert seq.error is None
+        return tokens(seq)
 
     monkeypatch.setattr(Slots, "run", watched)
     answers = [answer(40, others) for others in ((), (4, 5, 17, 30))]
@@ -161,20 +161,21 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched_ahead(llm: LLM, exact: bool) -> None:
-    """Its part has steps captured in which tokens are drawn, for all rows of the group, while theirs are on the way."""
+def test_a_sampled_sequence_that_joins_another_part_changes_no_token_launched_ahead(llm: LLM, exact: bool) -> None:
+    """Its part has steps captured in which tokens are drawn, for all sequences of the group, while theirs are on the
+    way."""
     other = open_llm(Path(llm.directory.path), llm.fast_path._path)
     dense = other.generate(text_of(300), max_new_tokens=60).token_ids
-    rows = [new_row(other, text_of(300), "dense", 60)]
-    other.loop.submit(rows[0])
-    while len(tokens(rows[0])) < 20:
+    seqs = [new_sequence(other, text_of(300), "dense", 60)]
+    other.loop.submit(seqs[0])
+    while len(tokens(seqs[0])) < 20:
         other.loop.step()
     case = text_of(200), PLANS[1] if exact else "dense", 12, SAMPLINGS[1]
-    rows += [new_row(other, *case, exact=exact) for _ in range(1 if exact else 4)]
-    for row in rows[1:]:
-        other.loop.submit(row)
-    take_steps(other, rows)
-    assert tokens(rows[0]) == dense
+    seqs += [new_sequence(other, *case, exact=exact) for _ in range(1 if exact else 4)]
+    for seq in seqs[1:]:
+        other.loop.submit(seq)
+    take_steps(other, seqs)
+    assert tokens(seqs[0]) == dense
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
@@ -204,36 +205,36 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
 
     monkeypatch.setattr(BlockGroup, "_draft", watched)
     monkeypatch.setattr(BlockGroup, "_note_drafts", noted)
-    texts, rows = [text_of(length) for length in (200, 320, 510)], list[Row]()
+    texts, seqs = [text_of(length) for length in (200, 320, 510)], list[Sequence]()
     for number, text in enumerate(texts):
-        row = new_row(llm, text, PLANS[0], 60, sampling, exact=True)
-        row.exact.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
-        llm.loop.submit(row)
-        rows.append(row)
-    take_steps(llm, rows)
-    for row, text in zip(rows, texts):
-        assert tokens(row) == llm.generate(text, max_new_tokens=60, sampling=sampling).token_ids
+        seq = new_sequence(llm, text, PLANS[0], 60, sampling, exact=True)
+        seq.exact.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
+        llm.loop.submit(seq)
+        seqs.append(seq)
+    take_steps(llm, seqs)
+    for seq, text in zip(seqs, texts):
+        assert tokens(seq) == llm.generate(text, max_new_tokens=60, sampling=sampling).token_ids
     behind = [shift for shift in shifts if shift is not None]
     assert len(behind) > 6
-    assert len(shifts) - len(used) <= len(rows)  # nobody has asked for others, but where a row has ended
+    assert len(shifts) - len(used) <= len(seqs)  # nobody has asked for others, but where a sequence has ended
     assert len({int(ahead) for shift in behind for ahead in shift.ahead} - {0}) > 1
 
 
-def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
+def test_drafts_of_sequences_with_other_numbers_count_nothing_for_each_other(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the end of an answer a row drafts fewer tokens than those beside it."""
+    """At the end of an answer a sequence drafts fewer tokens than those beside it."""
     lengths = (24, 9, 15)
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(5, most)))
 
-    def run(chosen: tuple[int, ...]) -> list[Row]:
-        rows = []
+    def run(chosen: tuple[int, ...]) -> list[Sequence]:
+        seqs = []
         for number in chosen:
-            row = new_row(llm, text_of(200 + number), PLANS[0], number, exact=True)
-            llm.loop.submit(row)
-            rows.append(row)
-        take_steps(llm, rows)
-        return rows
+            seq = new_sequence(llm, text_of(200 + number), PLANS[0], number, exact=True)
+            llm.loop.submit(seq)
+            seqs.append(seq)
+        take_steps(llm, seqs)
+        return seqs
 
     for together, number in zip(run(lengths), lengths):
         [alone] = run((number,))
@@ -245,34 +246,34 @@ def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
             assert_equal(together, alone)
 
 
-def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no row is owed steps while others are read
+def test_sequences_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no sequence is owed steps while others are read
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
-    rows = []
+    seqs = []
     for number in (1, 5, 2):
-        row = new_row(llm, text_of(200 + number), PLANS[0], 60, exact=True)
-        row.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
-        rows.append(row)
-    llm.loop.call(lambda: [llm.loop.submit(row) for row in rows])  # before the thread of the loop takes a step
-    take_steps(llm, rows)
-    for row in rows:
-        assert row.exact is not None
-        assert row.exact.report.verified[5] > 0
+        seq = new_sequence(llm, text_of(200 + number), PLANS[0], 60, exact=True)
+        seq.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
+        seqs.append(seq)
+    llm.loop.call(lambda: [llm.loop.submit(seq) for seq in seqs])  # before the thread of the loop takes a step
+    take_steps(llm, seqs)
+    for seq in seqs:
+        assert seq.exact is not None
+        assert seq.exact.report.verified[5] > 0
 
 
-def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
-    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no row is owed steps while others are read
+    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no sequence is owed steps while others are read
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
-    rows = [new_row(llm, text_of(200 + 40 * number), plan, 30) for number, plan in enumerate(plans)]
-    for row in rows:
-        llm.loop.submit(row)
-    while any(row.steps is None for row in rows):
-        assert not any(row.is_ended for row in rows)
+    seqs = [new_sequence(llm, text_of(200 + 40 * number), plan, 30) for number, plan in enumerate(plans)]
+    for seq in seqs:
+        llm.loop.submit(seq)
+    while any(seq.steps is None for seq in seqs):
+        assert not any(seq.is_ended for seq in seqs)
         llm.loop.step()
-    assert rows[0].steps is rows[2].steps
-    assert len({id(row.steps) for row in rows}) == 4
-    take_steps(llm, rows)
+    assert seqs[0].steps is seqs[2].steps
+    assert len({id(seq.steps) for seq in seqs}) == 4
+    take_steps(llm, seqs)
 
 
 def test_what_is_attended_does_not_depend_on_where_its_pages_lie(llm: LLM) -> None:
@@ -407,7 +408,7 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
     assert all(inside)
 
 
-def test_a_row_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     other = open_llm(Path(llm.directory.path), llm.fast_path._path)
     open_session, failures = FastPath.over_pool, [1]
 
@@ -417,11 +418,11 @@ def test_a_row_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pyte
         return open_session(*arguments, **options)
 
     monkeypatch.setattr(FastPath, "over_pool", failing)
-    rows = [new_row(other, text_of(100 + number), "dense", 10) for number in range(2)]
-    for row in rows:
-        other.loop.submit(row)
-    take_steps(other, rows)
-    assert sorted(row.error is None for row in rows) == [False, True]
-    for row in (row for row in rows if row.error is None):
-        assert tokens(row) == llm.generate(text_of(len(row.request.ids) - 1), max_new_tokens=10).token_ids
-    assert not any(group.rows for group in other.loop._model._groups)  # type: ignore[attr-defined]
+    seqs = [new_sequence(other, text_of(100 + number), "dense", 10) for number in range(2)]
+    for seq in seqs:
+        other.loop.submit(seq)
+    take_steps(other, seqs)
+    assert sorted(seq.error is None for seq in seqs) == [False, True]
+    for seq in (seq for seq in seqs if seq.error is None):
+        assert tokens(seq) == llm.generate(text_of(len(seq.request.ids) - 1), max_new_tokens=10).token_ids
+    assert not any(group.seqs for group in other.loop._model._groups)  # type: ignore[attr-defined]

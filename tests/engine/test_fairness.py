@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.loop_rows import GRID, PLANS, QUEST, alone, assert_equal, counters, new_llm, new_row, take_steps, tokens
+from engine.loop_sequences import (
+    GRID,
+    PLANS,
+    QUEST,
+    alone,
+    assert_equal,
+    counters,
+    new_llm,
+    new_sequence,
+    take_steps,
+    tokens,
+)
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.engine import schedule
-from kvsift.engine.graphs import captured_rows
-from kvsift.engine.row import Row
+from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.sequence import Sequence
 
 LONG = 3800  # tokens: 60 chunks
 SHORT = "Whose mill is it?"
@@ -26,39 +37,39 @@ class Launches:
     def __init__(self, llm: LLM) -> None:
         loop = self.loop = llm.loop
         self.counts: Counter[str] = Counter()
-        self.arriving: list[Row] = []
-        self.together: list[list[Row]] = []  # rows of each step
-        self.paused: set[int] = set()  # rows for which a step had no place
+        self.arriving: list[Sequence] = []
+        self.together: list[list[Sequence]] = []  # sequences of each step
+        self.paused: set[int] = set()  # sequences for which a step had no place
         loop.clock = lambda: 0.0
-        read, decode, groups = loop._read, loop._decode, loop._groups
+        read, decode, groups = loop._prefill, loop._decode, loop._groups
 
-        def counted_read(row: Row, *arguments: Any) -> None:
-            if self.arriving and row.request.client != self.arriving[0].request.client:
+        def counted_read(seq: Sequence, *arguments: Any) -> None:
+            if self.arriving and seq.request.client != self.arriving[0].request.client:
                 self._submit()  # while this chunk runs
-            self.counts[row.request.client] += 1
-            read(row, *arguments)
+            self.counts[seq.request.client] += 1
+            read(seq, *arguments)
 
         def counted_decode() -> None:
-            if self.arriving and not loop._schedule.reading:
+            if self.arriving and not loop._schedule.prefilling:
                 self._submit()
             self.counts["steps"] += 1
             decode()
 
-        def watched_groups(rows: list[Row]) -> Any:
-            self.together.append(rows)
-            self.paused.update({*loop._schedule.decoding} - {row.key for row in rows})
-            return groups(rows)
+        def watched_groups(seqs: list[Sequence]) -> Any:
+            self.together.append(seqs)
+            self.paused.update({*loop._schedule.decoding} - {seq.key for seq in seqs})
+            return groups(seqs)
 
-        loop._read, loop._decode, loop._groups = counted_read, counted_decode, watched_groups  # type: ignore[method-assign]
+        loop._prefill, loop._decode, loop._groups = counted_read, counted_decode, watched_groups  # type: ignore[method-assign]
 
     def _submit(self) -> None:
         self.loop.submit(self.arriving.pop())
         self.counts.clear()
 
-    def before_first_token(self, row: Row) -> Counter[str]:
-        """What runs from the arrival of a row, in the middle of a chunk or step, to its first token."""
-        self.arriving.append(row)
-        while not tokens(row):
+    def before_first_token(self, seq: Sequence) -> Counter[str]:
+        """What runs from the arrival of a sequence, in the middle of a chunk or step, to its first token."""
+        self.arriving.append(seq)
+        while not tokens(seq):
             self.loop.step()
         return Counter(self.counts)
 
@@ -71,54 +82,54 @@ def test_six_successive_requests_beside_long_prompts_of_other_clients(
     llm = new_llm(llama, "composed")
     launches, long = (
         Launches(llm),
-        [new_row(llm, text_of(LONG) + key, "dense", 2, client=key) for key in ["A", *others]],
+        [new_sequence(llm, text_of(LONG) + key, "dense", 2, client=key) for key in ["A", *others]],
     )
-    for row in long:
-        llm.loop.submit(row)
-    while any(row.num_cached < 5 * GRID for row in long):
+    for seq in long:
+        llm.loop.submit(seq)
+    while any(seq.num_cached < 5 * GRID for seq in long):
         llm.loop.step()
     for number in range(6):
-        row = new_row(llm, f"{number} {question}", "dense", 3, client="B")
-        waited = launches.before_first_token(row)
-        chunks = -(-len(row.request.ids) // GRID)
+        seq = new_sequence(llm, f"{number} {question}", "dense", 3, client="B")
+        waited = launches.before_first_token(seq)
+        chunks = -(-len(seq.request.ids) // GRID)
         assert waited.pop("B") == chunks
         assert waited.pop("steps", 0) <= waited.total() + chunks
         assert all(count <= 1 + chunks for count in waited.values()), waited
         assert question != SHORT or waited.total() <= 2, "few tokens pass all chunks but those that are due"
-        take_steps(llm, [row])
-    assert not any(tokens(row) for row in long)
+        take_steps(llm, [seq])
+    assert not any(tokens(seq) for seq in long)
 
 
 @pytest.mark.parametrize("path", ["composed", "eager"])
 def test_eight_long_answers_of_a_client_leave_a_place_to_another_and_keep_their_bits(path: str, llama: Path) -> None:
     llm = new_llm(llama, path)
     launches, texts = Launches(llm), [f"{number} {text_of(150 + 20 * number)}" for number in range(8)]
-    answers = [new_row(llm, text, QUEST, 45, client="A") for text in texts]
-    for row in answers:
-        llm.loop.submit(row)
+    answers = [new_sequence(llm, text, QUEST, 45, client="A") for text in texts]
+    for seq in answers:
+        llm.loop.submit(seq)
     while not all(map(tokens, answers)):
         llm.loop.step()
-    other = new_row(llm, SHORT, QUEST, 30, client="B")
+    other = new_sequence(llm, SHORT, QUEST, 30, client="B")
     assert launches.before_first_token(other) == {"B": 1, "steps": 1}, "the one that ran"
     launches.counts.clear()
     take_steps(llm, [other])
     assert launches.counts["steps"] <= 30 + 2, "a place in every step, but where captured steps end"
     take_steps(llm, answers)
     assert max(map(len, launches.together)) == 8
-    for row, text in zip([*answers, other], [*texts, SHORT]):
-        assert_equal(row, alone(new_llm(llama, path), text, QUEST, 30 if row is other else 45))
+    for seq, text in zip([*answers, other], [*texts, SHORT]):
+        assert_equal(seq, alone(new_llm(llama, path), text, QUEST, 30 if seq is other else 45))
 
 
 def test_a_short_document_beside_three_long_ones_of_another_client(llama: Path) -> None:
     llm = new_llm(llama, "composed")
     launches = Launches(llm)
-    documents = [new_row(llm, f"{number} {text_of(LONG)}", "dense", 1, client="A") for number in range(3)]
-    for row in documents:
-        llm.loop.submit(row)
+    documents = [new_sequence(llm, f"{number} {text_of(LONG)}", "dense", 1, client="A") for number in range(3)]
+    for seq in documents:
+        llm.loop.submit(seq)
     while documents[0].num_cached < LONG // 2:
         llm.loop.step()
     assert documents[1].state == "waiting", "one after the other"
-    assert launches.before_first_token(new_row(llm, SHORT[:12], "dense", 1, client="B")) == {"A": 1, "B": 1}
+    assert launches.before_first_token(new_sequence(llm, SHORT[:12], "dense", 1, client="B")) == {"A": 1, "B": 1}
 
 
 KINDS = [(plan, False) for plan in PLANS], [("dense", False), (QUEST, False), (QUEST, True), ("dense", False)] * 2
@@ -126,34 +137,34 @@ KINDS = [(plan, False) for plan in PLANS], [("dense", False), (QUEST, False), (Q
 
 @pytest.mark.usefixtures("eager_pace")
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_that_pause_keep_their_bits(deterministic: bool, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also exact ones, of which some kinds of steps are launched ahead."""
     kinds, count = KINDS[deterministic], 16 if deterministic else 30
     cases = [(text_of(70 + 47 * number), plan, count) for number, (plan, _) in enumerate(kinds)]
 
-    def opened(llm: LLM, number: int, client: str) -> Row:
-        row = new_row(llm, *cases[number], client=client, exact=kinds[number][1])
-        llm.loop.submit(row)
-        return row
+    def opened(llm: LLM, number: int, client: str) -> Sequence:
+        seq = new_sequence(llm, *cases[number], client=client, exact=kinds[number][1])
+        llm.loop.submit(seq)
+        return seq
 
-    known = list[Row]()
+    known = list[Sequence]()
     for number in range(len(cases)):
         known.append(opened(llm := new_llm(llama, deterministic=deterministic), number, "A"))
         take_steps(llm, known[-1:])
     for ahead, steps in [(2, 3)] if deterministic else [(1, 1), (2, 3), (3, 5)]:
         rng = random.Random(ahead)
-        monkeypatch.setattr(captured_rows, "LAUNCHED_AHEAD", ahead)
+        monkeypatch.setattr(captured_sequences, "LAUNCHED_AHEAD", ahead)
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)
         llm = new_llm(llama, deterministic=deterministic)
-        llm.loop = type(llm.loop)(llm.loop._model, GRID, max_rows=4)
-        launches, rows = Launches(llm), list[Row]()
+        llm.loop = type(llm.loop)(llm.loop._model, GRID, max_seqs=4)
+        launches, seqs = Launches(llm), list[Sequence]()
         for number in range(len(cases)):
-            rows.append(opened(llm, number, rng.choice("ABC")))
+            seqs.append(opened(llm, number, rng.choice("ABC")))
             llm.loop.step()
-        take_steps(llm, rows)
+        take_steps(llm, seqs)
         assert max(map(len, launches.together)) == 4
         assert len(launches.paused) >= 3
-        for row, expected, (plan, exact) in zip(rows, known, kinds):
-            assert bool(row.composed) == plan.startswith("snapkv"), row.composed
-            assert tokens(row) == tokens(expected)
-            assert exact or counters(row) == counters(expected)
+        for seq, expected, (plan, exact) in zip(seqs, known, kinds):
+            assert bool(seq.composed) == plan.startswith("snapkv"), seq.composed
+            assert tokens(seq) == tokens(expected)
+            assert exact or counters(seq) == counters(expected)

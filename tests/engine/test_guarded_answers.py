@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.mixed_rows import decode
+from engine.mixed_sequences import decode
 from engine.tiny_directory import text_of
 from turns import in_turns
 
@@ -33,8 +33,8 @@ def assert_same(one: Answer, other: Answer) -> None:
         assert mine["recovery"] == pytest.approx(its["recovery"], abs=1e-5)
         assert mine["lowest_layer"] == its["lowest_layer"]
     assert [one.decode(key) for key in COUNTERS] == [other.decode(key) for key in COUNTERS]
-    assert [row["sparse_queries"] for row in one.stats["layers"]] == [
-        row["sparse_queries"] for row in other.stats["layers"]
+    assert [seq["sparse_queries"] for seq in one.stats["layers"]] == [
+        seq["sparse_queries"] for seq in other.stats["layers"]
     ]
 
 
@@ -70,9 +70,9 @@ def test_token_counts_those_before_the_wider_budget(path: str, llama: Path) -> N
         """Of the last step, in a sparse layer."""
         sums = []
         for count in (num_new - 1, num_new):
-            rows = llm.generate(TEXTS[0], max_new_tokens=count).stats["layers"]
-            row = next(row for row in rows if (row["layer"], row["phase"]) == (2, "decode"))
-            sums.append(row["visible_tokens"] * row["queries"])
+            seqs = llm.generate(TEXTS[0], max_new_tokens=count).stats["layers"]
+            seq = next(seq for seq in seqs if (seq["layer"], seq["phase"]) == (2, "decode"))
+            sums.append(seq["visible_tokens"] * seq["queries"])
         return sums[1] - sums[0]
 
     first = llm.generate(TEXTS[0], max_new_tokens=5).guard[0]["token"]
@@ -101,7 +101,7 @@ GUARDED = (
 
 
 @pytest.mark.parametrize(("plan", "probe_every"), in_turns(GUARDED, [1, 4, 16]))
-def test_rows_of_a_captured_batch_widen_as_they_do_alone_and_composed(plan: str, probe_every: int, llama: Path) -> None:
+def test_captured_sequences_widen_as_they_do_alone_and_composed(plan: str, probe_every: int, llama: Path) -> None:
     eager, composed = (LLM(llama, plan, path=path, probe_every=probe_every) for path in ("eager", "composed"))
     together = eager.generate(TEXTS, max_new_tokens=30)
     assert {answer.path for answer in together} == {"eager"}
@@ -132,7 +132,7 @@ def test_a_widening_that_no_token_follows_is_none(max_new_tokens: int, llama: Pa
 
 
 @pytest.mark.parametrize("last", range(1, 8))
-def test_rows_that_end_around_a_widening_count_as_they_do_alone(
+def test_sequences_that_end_around_a_widening_count_as_they_do_alone(
     last: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eager, composed = (LLM(llama, QUEST, path=path) for path in ("eager", "composed"))
@@ -144,9 +144,9 @@ def test_rows_that_end_around_a_widening_count_as_they_do_alone(
         assert_same(answer, composed.generate(text, max_new_tokens=12))
 
 
-def test_a_row_that_stops_sooner_widens_no_more(llama: Path) -> None:
+def test_a_sequence_that_stops_sooner_widens_no_more(llama: Path) -> None:
     llm = LLM(llama, path="composed", probe_every=4)
-    calm = QUEST.rpartition(":")[0]  # a row that makes no other move to larger slots
+    calm = QUEST.rpartition(":")[0]  # a sequence that makes no other move to larger slots
     prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
     for steps in range(1, 6):
         doubled: list[list[str]] = []
@@ -183,7 +183,7 @@ def test_a_question_begins_with_the_budget_of_the_plan(phase: Any, llama: Path) 
         assert_same(third, first[0])
 
 
-def test_one_row_of_a_batch_has_a_guard(llama: Path) -> None:
+def test_one_sequence_of_a_batch_has_a_guard(llama: Path) -> None:
     llm = LLM(llama, path="composed", probe_every=4)
     texts, plans = [TEXTS[0], TEXTS[3]], [QUEST, QUEST.rpartition(":")[0]]
     prompts = [llm.tokenizer(text)["input_ids"] for text in texts]

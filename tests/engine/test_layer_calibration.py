@@ -50,11 +50,11 @@ def test_layers_recover_what_dense_attention_says(llm: LLM, text: DecodedText) -
     for lower, upper in ((0, 1), (0, 2), (1, 2)):
         (own, always), recovered = torch.zeros(2, 2).double(), torch.zeros(2, 2).double()
         for position in range(LENGTH - DECODED, LENGTH):
-            row = shares[:, :, position, 4 : position + 1 - 64].double()
-            own += row[upper].topk(SELECTED).values.sum(-1)
-            always += 1 - row[upper].sum(-1)
+            seq = shares[:, :, position, 4 : position + 1 - 64].double()
+            own += seq[upper].topk(SELECTED).values.sum(-1)
+            always += 1 - seq[upper].sum(-1)
             for h, g in product(range(2), range(2)):
-                recovered[h, g] += row[upper, h, row[lower, g].topk(SELECTED).indices].sum()
+                recovered[h, g] += seq[upper, h, seq[lower, g].topk(SELECTED).indices].sum()
         best, heads = recovered.max(-1)
         gain, found = pairs.gain(lower, upper)
         assert gain == pytest.approx(float((always + best).sum() / (always + own).sum()), rel=1e-4)
@@ -109,8 +109,8 @@ def test_the_file_holds_what_was_found_and_plans_run_by_it(llm: LLM, text: Decod
     assert found.recipe["queries"] == DECODED
     plan = f"tidal_decode:budget=64:window=16:dense_layers=none:anchors={out}"
     answer = llm.generate(text_of(300), plan=plan, max_new_tokens=3)
-    rows = {row["layer"]: row["visible_tokens"] for row in answer.stats["layers"] if row["phase"] == "decode"}
-    assert {layer for layer, visible in rows.items() if visible <= 64} == set(found.reuse)
+    seqs = {seq["layer"]: seq["visible_tokens"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
+    assert {layer for layer, visible in seqs.items() if visible <= 64} == set(found.reuse)
     other = LLM(write_model(tmp_path / "other", seed=9), plan)
     with pytest.raises(InputError, match="is for another model"):
         other.generate(text_of(300), max_new_tokens=3)
@@ -135,7 +135,7 @@ def test_layers_that_kvsift_does_not_attend_are_no_part_of_it(tmp_path: Path) ->
     facts = calibrate_layers(llm, texts, {}, out, LayerOptions(SELECTED, dense_layers=(1,), anchors=1))
     assert (facts["anchors"], facts["dense"], list(facts["reuse"])) == ([3], [1], [5])
     answer = llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:anchors={out}", max_new_tokens=3)
-    rows = {row["layer"]: row["sparse_queries"] for row in answer.stats["layers"] if row["phase"] == "decode"}
-    assert {layer for layer, sparse in rows.items() if sparse} == {5}
+    seqs = {seq["layer"]: seq["sparse_queries"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
+    assert {layer for layer, sparse in seqs.items() if sparse} == {5}
     with pytest.raises(InputError, match="layer 5 reuses the selection of layer 3"):
         llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=3:anchors={out}")

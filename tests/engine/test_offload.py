@@ -93,7 +93,7 @@ def test_a_run_reports_what_was_copied_and_what_was_there_already(directory: Pat
     copied = [answer.decode("kv_bytes_copied") for answer in (one, other)]
     assert copied[1] < copied[0]
     (dense,) = (
-        row["kv_bytes_copied"] for row in other.stats["layers"] if (row["layer"], row["phase"]) == (0, "decode")
+        seq["kv_bytes_copied"] for seq in other.stats["layers"] if (seq["layer"], seq["phase"]) == (0, "decode")
     )
     assert dense == sum(range(1501, 1520)) * PER_TOKEN, "the dense layer has all but a step's own token brought"
     apart = llm(directory, "cpu", "split").generate(text_of(1500), max_new_tokens=20)

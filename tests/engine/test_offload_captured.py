@@ -55,9 +55,9 @@ def assert_equal(beside: Answer, apart: Answer) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_rows_of_a_batch_answer_as_with_kv_beside_the_model(plan: str, device: str, directory: Path) -> None:
+def test_sequences_of_a_batch_answer_as_with_kv_beside_the_model(plan: str, device: str, directory: Path) -> None:
     models = pair(directory, device)
-    for texts in (TEXTS, TEXTS[:1:-1]):  # the second time in pools that are there, and fewer rows in another order
+    for texts in (TEXTS, TEXTS[:1:-1]):  # the second time in pools that are there, and fewer sequences in another order
         for one, other in zip(*(model.generate(texts, plan=plan, max_new_tokens=20) for model in models)):
             assert_equal(one, other)
 
@@ -74,7 +74,7 @@ def test_questions_of_one_document(phase: Any, device: str, directory: Path) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_begin_dense_get_their_summaries_late(device: str, directory: Path) -> None:
+def test_sequences_that_begin_dense_get_their_summaries_late(device: str, directory: Path) -> None:
     models = pair(directory, device, dense_below=1510)
     for text in (text_of(1500), text_of(701)):
         assert_equal(*(model.generate(text, plan=SKETCH, max_new_tokens=40) for model in models))
@@ -107,9 +107,9 @@ def test_summaries_are_on_the_device_and_the_rest_is_not(device: str, directory:
         assert isinstance(store, OffloadStore)
         assert store.keys.device.type == "cpu"
         assert store.pools().keys.device.type == device
-        (rows,) = store.summaries.values()
-        assert rows.device.type == device
-        sketches += rows.numel()
+        (seqs,) = store.summaries.values()
+        assert seqs.device.type == device
+        sketches += seqs.numel()
     assert cache.num_device_bytes == sketches
     read, over_the_bus = answer.decode("kv_bytes_attended"), answer.decode("kv_bytes_copied")
     assert over_the_bus == (read if device == "cuda" else 0), "nothing is between a CPU and its memory"

@@ -12,7 +12,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
 from kvsift.api.passages import MOST_SPANS, Passages, passages_of
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.layer.selection_log import LayerSelections, SelectionLog
 from kvsift.methods import catalogue, method_class
 from kvsift.plan.syntax import parse_plan
@@ -146,7 +146,7 @@ def test_nothing_is_kept_unless_asked_for(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "chatty"])
-def test_turns_and_documents_agree_and_rows_do_not_mix(kind: str, request: pytest.FixtureRequest) -> None:
+def test_turns_and_documents_agree_and_sequences_do_not_mix(kind: str, request: pytest.FixtureRequest) -> None:
     llm, text = new_llm(request.getfixturevalue(kind)), text_of(500)
     chat, options = llm.chat(text), {"max_new_tokens": 5, "passages": True, "stop": "\n\n"}
     first = found(chat.ask("Which mill?", **options))
@@ -169,16 +169,16 @@ def test_turns_and_documents_agree_and_rows_do_not_mix(kind: str, request: pytes
 def test_a_step_that_failed_counts_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, prompts = new_llm(llama), [text_of(300), text_of(420)]
     expected = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
-    decode, calls = RunnerRows.decode_rows, []
+    decode, calls = SequenceRunner.decode_sequences, []
 
-    def failing(self: RunnerRows, rows: Any) -> object:
-        logits = decode(self, rows)
-        calls.append(len(rows))
+    def failing(self: SequenceRunner, seqs: Any) -> object:
+        logits = decode(self, seqs)
+        calls.append(len(seqs))
         if calls.count(2) == 2 and calls[-1] == 2:
             raise RuntimeError("a fault after the pass")
         return logits
 
-    monkeypatch.setattr(RunnerRows, "decode_rows", failing)
+    monkeypatch.setattr(SequenceRunner, "decode_rows", failing)
     again = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
     assert again == expected
     assert calls.count(2) > 2

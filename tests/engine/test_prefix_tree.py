@@ -20,10 +20,10 @@ class Prompts:
     def __init__(self) -> None:
         self.pool = PagePool()
         self.tree = PrefixTree(self.pool, GRID)
-        self.now = 0.0  # and the row that reads then
+        self.now = 0.0  # and the sequence that reads then
 
     def read(self, ids: list[int], root: bytes = ROOT) -> list[Node]:
-        """Read a prompt behind what is there; its row holds it all, and has let go of its own pages."""
+        """Read a prompt behind what is there; its sequence holds it all, and has let go of its own pages."""
         self.now += 1
         nodes = self.tree.find(root, ids)
         for start in range(GRID * len(nodes), len(ids) - GRID + 1, GRID):
@@ -76,7 +76,7 @@ def test_what_is_held_stays_and_leaves_go_before_what_they_need() -> None:
     prompts.check()
 
 
-def test_a_row_that_holds_or_lets_go_again_changes_nothing() -> None:
+def test_a_sequence_that_holds_or_lets_go_again_changes_nothing() -> None:
     prompts = Prompts()
     nodes = prompts.read(list(range(96)))
     prompts.tree.hold(nodes, 1.0, prompts.now)

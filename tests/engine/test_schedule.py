@@ -23,15 +23,16 @@ GRID, LONG = 8, 80
 
 
 def chunks(schedule: Schedule, lengths: dict[int, int], count: int, room: int = 1000) -> list[int]:
-    """The rows of the next chunks, if each row ends with its prompt; ``lengths`` are what is left of prompts."""
+    """The sequences of the next chunks, if each sequence ends with its prompt; ``lengths`` are what is left of
+    prompts."""
     keys = []
     for _ in range(count):
-        key = schedule.decide(room).read
+        key = schedule.decide(room).prefill
         assert key is not None
         keys.append(key)
         tokens = min(GRID, lengths[key])
         lengths[key] -= tokens
-        schedule.has_read(key, tokens, 1.0, done=not lengths[key])
+        schedule.has_prefilled(key, tokens, 1.0, done=not lengths[key])
         if not lengths[key]:
             schedule.remove(key)
     return keys
@@ -45,15 +46,15 @@ def added(schedule: Schedule, requests: dict[int, tuple[str, int]]) -> dict[int,
 
 
 def test_the_life_of_a_request():
-    schedule = Schedule(max_rows=4, grid=GRID)
+    schedule = Schedule(max_seqs=4, grid=GRID)
     assert schedule.decide(room=9) == IDLE
     assert schedule.add(7, "ann", tokens=12, pages=3)
     assert (schedule.waiting, schedule.backlog) == ((7,), 12)
-    assert schedule.decide(room=9) == Decision(admit=7, read=7)
-    schedule.has_read(7, tokens=8, seconds=0.1, done=False)
-    assert (schedule.reading, schedule.backlog) == ((7,), 4)
-    assert schedule.decide(room=6) == Decision(read=7)
-    schedule.has_read(7, tokens=4, seconds=0.1, done=True)
+    assert schedule.decide(room=9) == Decision(admit=7, prefill=7)
+    schedule.has_prefilled(7, tokens=8, seconds=0.1, done=False)
+    assert (schedule.prefilling, schedule.backlog) == ((7,), 4)
+    assert schedule.decide(room=6) == Decision(prefill=7)
+    schedule.has_prefilled(7, tokens=4, seconds=0.1, done=True)
     assert schedule.decoding == (7,)
     assert schedule.decide(room=6) == DECODE
     schedule.has_decoded(0.02)
@@ -63,41 +64,41 @@ def test_the_life_of_a_request():
 
 @pytest.mark.parametrize(("share", "steps"), [(0.0, 1), (0.5, 4), (0.75, 12)])
 def test_a_chunk_of_half_a_second_is_followed_by_the_share_of_steps_of_an_eighth(share: float, steps: int):
-    schedule = Schedule(max_rows=2, grid=GRID, decode_share=share)
+    schedule = Schedule(max_seqs=2, grid=GRID, decode_share=share)
     schedule.add(0, "ann", 1, 1)
     schedule.add(1, "ann", LONG, 1)
     schedule.decide(9)
-    schedule.has_read(0, 1, 0.5, done=True)
+    schedule.has_prefilled(0, 1, 0.5, done=True)
     for _ in range(3):
         for _ in range(steps):
             assert schedule.decide(9) == DECODE
             schedule.has_decoded(0.125)
-        assert schedule.decide(9).read == 1
-        schedule.has_read(1, 8, 0.5, done=False)
+        assert schedule.decide(9).prefill == 1
+        schedule.has_prefilled(1, 8, 0.5, done=False)
     schedule.remove(0)
-    assert schedule.decide(9).read == 1  # no row decodes: chunks run back to back
+    assert schedule.decide(9).prefill == 1  # no sequence decodes: chunks run back to back
 
 
 def test_clients_share_prompt_tokens_not_requests():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", 40), 1: ("ann", 40)} | dict.fromkeys(range(10, 16), ("bob", 4)))
     assert chunks(schedule, lengths, 10) == [10, 0, 11, 12, 0, 13, 14, 0, 15, 0]
 
 
 def test_tiny_requests_cost_a_quarter_of_a_chunk():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", LONG)} | dict.fromkeys(range(10, 18), ("bob", 1)))
     assert chunks(schedule, lengths, 11) == [10, 11, 12, 0, 13, 14, 15, 16, 0, 17, 0]
 
 
 def test_long_prompts_of_clients_are_prefilled_side_by_side_and_those_of_one_client_one_after_the_other():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {key: (client, 3 * GRID) for key, client in enumerate(["ann", "ann", "bob", "cleo"])})
     assert chunks(schedule, lengths, 12) == [0, 2, 3] * 3 + [1] * 3
 
 
 def test_a_client_that_was_idle_has_saved_nothing():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", 100 * GRID)})
     assert chunks(schedule, lengths, 20) == [0] * 20
     lengths |= added(schedule, {1: ("bob", 100 * GRID)})
@@ -105,7 +106,7 @@ def test_a_client_that_was_idle_has_saved_nothing():
 
 
 def test_a_client_gains_nothing_by_splitting_its_prompt_and_by_leaving_in_between():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", 100 * GRID)})
     chunks(schedule, lengths, 1)
     seen: list[int] = []
@@ -123,21 +124,21 @@ def test_a_short_request_beside_long_prompts_waits_for_the_chunk_that_runs_and_o
     client: str, tokens: int, others: list[str]
 ):
     """Thirty times one after the other, of the client of the first long prompt and of another one."""
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {key: (other, 1000 * GRID) for key, other in enumerate(["ann", *others])})
     chunks(schedule, lengths, 1)
     for key in range(10, 40):
-        running = schedule.decide(99).read
+        running = schedule.decide(99).prefill
         assert running is not None
         lengths |= added(schedule, {key: (client, tokens)})
         lengths[running] -= GRID
-        schedule.has_read(running, GRID, 1.0, done=False)
+        schedule.has_prefilled(running, GRID, 1.0, done=False)
         competing = {"ann", client, *others} - {client}
         assert key in chunks(schedule, lengths, 1 + len(competing) - (running == 0 and client == "bob"))
 
 
 def test_a_request_of_two_chunks_does_not_wait_for_the_end_of_a_longer_prompt_of_another_client():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", LONG)})
     chunks(schedule, lengths, 1)
     lengths |= added(schedule, {1: ("bob", 2 * GRID)})
@@ -146,7 +147,7 @@ def test_a_request_of_two_chunks_does_not_wait_for_the_end_of_a_longer_prompt_of
 
 @pytest.mark.parametrize("overtakes", [1, 2, 4])
 def test_short_requests_pass_a_long_one_of_their_client_so_many_times_between_two_chunks(overtakes: int):
-    schedule = Schedule(max_rows=9, grid=GRID, overtakes=overtakes, decode_share=0.0)
+    schedule = Schedule(max_seqs=9, grid=GRID, overtakes=overtakes, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", 3 * GRID)} | dict.fromkeys(range(1, 20), ("ann", 1)))
     passed = [*range(1, 20)]
     expected = [key for _ in range(3) for key in [*(passed.pop(0) for _ in range(overtakes)), 0]]
@@ -156,27 +157,27 @@ def test_short_requests_pass_a_long_one_of_their_client_so_many_times_between_tw
 @pytest.mark.parametrize("own", [False, True], ids=["of others", "own"])
 @pytest.mark.parametrize("overtakes", [1, 4])
 def test_a_request_is_passed_so_many_times_while_it_waits_for_its_pages(own: bool, overtakes: int):
-    schedule = Schedule(max_rows=9, grid=GRID, overtakes=overtakes)
+    schedule = Schedule(max_seqs=9, grid=GRID, overtakes=overtakes)
     schedule.add(0, "ann", LONG, pages=10)
     assert schedule.decide(room=9) == IDLE  # its turn has come, but not its pages
     passed = []
     for key in range(1, 8):
         schedule.add(key, "ann" if own else f"client {key}", 1, pages=1)
-        if (decision := schedule.decide(room=9)).read is not None:
-            passed.append(decision.read)
-            schedule.has_read(decision.read, 1, 0.1, done=True)
-            schedule.remove(decision.read)
+        if (decision := schedule.decide(room=9)).prefill is not None:
+            passed.append(decision.prefill)
+            schedule.has_prefilled(decision.prefill, 1, 0.1, done=True)
+            schedule.remove(decision.prefill)
     assert passed == list(range(1, overtakes + 1))
     assert schedule.decide(room=10).admit == 0
 
 
-def test_a_client_with_a_row_leaves_an_eighth_of_the_pages_and_keeps_nobody_back():
-    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+def test_a_client_with_a_sequence_leaves_an_eighth_of_the_pages_and_keeps_nobody_back():
+    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
     schedule.add(0, "ann", GRID, pages=40)
     schedule.add(1, "ann", GRID, pages=31)
     schedule.add(2, "bob", GRID, pages=60)
     assert schedule.decide(room=80).admit == 0
-    schedule.has_read(0, GRID, 0.0, done=True)
+    schedule.has_prefilled(0, GRID, 0.0, done=True)
     assert schedule.decide(room=40) == DECODE
     schedule.has_decoded(0.0)
     assert schedule.decide(room=40) == DECODE, "41 pages are lacking"
@@ -189,37 +190,37 @@ def test_a_client_with_a_row_leaves_an_eighth_of_the_pages_and_keeps_nobody_back
     assert schedule.decide(room=79).admit == 11
 
 
-def test_a_client_opens_rows_while_more_places_are_free_than_it_has():
-    schedule = Schedule(max_rows=8, grid=GRID, decode_share=0.0)
-    key, rows = 0, []
+def test_a_client_opens_sequences_while_more_places_are_free_than_it_has():
+    schedule = Schedule(max_seqs=8, grid=GRID, decode_share=0.0)
+    key, seqs = 0, []
     for client in ("ann", "bob", "cleo", "dan", "eve", "fay"):
         requests = {key + number: (client, 1) for number in range(10)}
         added(schedule, requests)
         opened = 0
         for _ in range(50):
             decision = schedule.decide(1000)
-            if decision.read is None:
+            if decision.prefill is None:
                 schedule.has_decoded(1.0)
             else:
-                schedule.has_read(decision.read, 1, 0.0, done=True)
+                schedule.has_prefilled(decision.prefill, 1, 0.0, done=True)
                 opened += 1
-        rows.append(opened)
+        seqs.append(opened)
         key += 10
-    assert rows == [8, 4, 2, 1, 1, 0]
+    assert seqs == [8, 4, 2, 1, 1, 0]
 
 
 def test_clients_take_turns_at_the_places_of_a_step_for_sixteen_steps():
-    model = LoopModel(max_rows=4)
+    model = LoopModel(max_seqs=4)
     for _ in range(4):
         model.arrive("ann", 1, answer=1000)
-    while len(model.decoding) < 4 or model.step().read is not None:
+    while len(model.decoding) < 4 or model.step().prefill is not None:
         model.step()
-    assert model.schedule.step_rows() == (0, 1, 2, 3)
+    assert model.schedule.step_sequences() == (0, 1, 2, 3)
     for _ in range(2):
         model.arrive("bob", 1, answer=1000)
     while len(model.decoding) < 6 or model.schedule._steps_left:
         model.step()
-    steps = [model.schedule.step_rows() for _ in range(16 * 12)]
+    steps = [model.schedule.step_sequences() for _ in range(16 * 12)]
     assert {sum(key >= 4 for key in placed) for placed in steps} == {2}, "two of four places for each client"
     changes = [number for number in range(1, len(steps)) if steps[number] != steps[number - 1]]
     assert {after - before for before, after in pairwise(changes)} == {16}
@@ -227,21 +228,21 @@ def test_clients_take_turns_at_the_places_of_a_step_for_sixteen_steps():
     assert max(taken[key] for key in range(4)) - min(taken[key] for key in range(4)) <= 16
 
 
-def test_a_row_whose_answer_ends_gives_its_place_to_a_paused_one_at_once():
-    schedule = Schedule(max_rows=1, grid=GRID, decode_share=0.0)
+def test_a_sequence_whose_answer_ends_gives_its_place_to_a_paused_one_at_once():
+    schedule = Schedule(max_seqs=1, grid=GRID, decode_share=0.0)
     lengths = added(schedule, {0: ("ann", 1), 1: ("bob", 1)})
     for key in lengths:
-        assert schedule.decide(9).read == key
-        schedule.has_read(key, 1, 0.0, done=True)
+        assert schedule.decide(9).prefill == key
+        schedule.has_prefilled(key, 1, 0.0, done=True)
         schedule.has_decoded(0.0)
         schedule._must_decode = False
-    assert schedule.step_rows() == (0,)
+    assert schedule.step_sequences() == (0,)
     schedule.remove(0)
-    assert schedule.step_rows() == (1,)
+    assert schedule.step_sequences() == (1,)
 
 
 def test_what_can_be_reused_changes_a_request_and_not_its_place():
-    schedule = Schedule(max_rows=1, grid=GRID)
+    schedule = Schedule(max_seqs=1, grid=GRID)
     for key in range(3):
         schedule.add(key, "ann", LONG, 10)
     schedule.revise(1, 2 * GRID, 1)
@@ -252,7 +253,7 @@ def test_what_can_be_reused_changes_a_request_and_not_its_place():
 
 
 def test_a_full_queue_refuses_and_a_removed_request_makes_room():
-    schedule = Schedule(max_rows=1, grid=GRID, max_waiting=2)
+    schedule = Schedule(max_seqs=1, grid=GRID, max_waiting=2)
     assert [schedule.add(key, "ann", 1, 1) for key in range(3)] == [True, True, False]
     schedule.remove(0)
     assert schedule.add(2, "ann", 1, 1)
@@ -261,17 +262,17 @@ def test_a_full_queue_refuses_and_a_removed_request_makes_room():
         schedule.remove(0)
 
 
-def test_a_chunk_whose_row_was_cancelled_costs_its_time():
-    schedule = Schedule(max_rows=3, grid=GRID)
+def test_a_chunk_whose_sequence_was_cancelled_costs_its_time():
+    schedule = Schedule(max_seqs=3, grid=GRID)
     for key, tokens in enumerate((1, LONG, LONG)):
         schedule.add(key, "ann", tokens, 1)
     schedule.decide(9)
-    schedule.has_read(0, 1, 0.0, done=True)
-    assert schedule.decide(9) == DECODE  # a row decodes in the next step, however fast the chunk
+    schedule.has_prefilled(0, 1, 0.0, done=True)
+    assert schedule.decide(9) == DECODE  # a sequence decodes in the next step, however fast the chunk
     schedule.has_decoded(0.0)
     assert schedule.decide(9).admit == 1
     schedule.remove(1)
-    schedule.has_read(1, GRID, 0.5, done=False)
+    schedule.has_prefilled(1, GRID, 0.5, done=False)
     for _ in range(2):
         assert schedule.decide(9) == DECODE
         schedule.has_decoded(0.25)
@@ -290,14 +291,14 @@ def test_clients_that_left_are_forgotten():
 
 
 def test_parameters_without_a_meaning_are_refused():
-    for wrong in ({"max_rows": 0}, {"grid": 0}, {"decode_share": 1.0}, {"max_waiting": 0}, {"overtakes": 0}):
+    for wrong in ({"max_seqs": 0}, {"grid": 0}, {"decode_share": 1.0}, {"max_waiting": 0}, {"overtakes": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Schedule(**{"max_rows": 1, "grid": 1, **wrong})
+            Schedule(**{"max_seqs": 1, "grid": 1, **wrong})
 
 
 MODELS = st.builds(
     LoopModel,
-    max_rows=st.integers(1, 4),
+    max_seqs=st.integers(1, 4),
     grid=st.sampled_from([1, 4]),
     decode_share=st.sampled_from([0.0, 0.3, 0.5, 0.9]),
     max_waiting=st.sampled_from([3, 64]),
@@ -345,7 +346,7 @@ def test_every_promise_holds_after_any_events(model: LoopModel, events: list[tup
 def test_every_promise_holds_over_long_histories(seed: int):
     random = Random(seed)
     model = LoopModel(
-        max_rows=random.choice((1, 2, 4, 8)),
+        max_seqs=random.choice((1, 2, 4, 8)),
         grid=random.choice((1, 4, 8)),
         decode_share=random.choice((0.0, 0.3, 0.5, 0.8)),
         max_waiting=random.choice((8, 64)),
@@ -385,7 +386,7 @@ def test_a_first_token_waits_for_at_most_two_chunks_of_each_other_client(seed: i
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.3, 0.5, 0.8]), st.sampled_from([0.001, 0.05, 0.5]))
 def test_seconds_of_waiting_are_those_of_the_chunks_and_of_the_decode_share(seed: int, share: float, step_s: float):
     random, token_s = Random(seed), 0.01
-    model = LoopModel(max_rows=10**6, grid=GRID, decode_share=share, pages=10**9)
+    model = LoopModel(max_seqs=10**6, grid=GRID, decode_share=share, pages=10**9)
     arrivals: dict[int, tuple[float, float, int, int]] = {}
     model.arrive("z", 1, answer=10**6)  # decodes all the time
     for _ in range(400):
@@ -407,7 +408,7 @@ def test_a_hundred_requests_of_one_client_delay_a_short_one_of_another_by_a_chun
     busy: str, seed: int, steps: int, tokens: int
 ):
     random = Random(seed)
-    model = LoopModel(max_rows=10**6, grid=GRID, max_waiting=200, pages=10**9)
+    model = LoopModel(max_seqs=10**6, grid=GRID, max_waiting=200, pages=10**9)
     for _ in range(100):
         long = busy == "long" or (busy == "mixed" and random.random() < 0.5)
         model.arrive("ann", random.randint(GRID + 1, LONG) if long else random.randint(1, GRID))

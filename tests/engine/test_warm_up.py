@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.loop_rows import GREEDY, QUEST, alone, assert_equal, new_llm, new_row, take_steps, tokens
+from engine.loop_sequences import GREEDY, QUEST, alone, assert_equal, new_llm, new_sequence, take_steps, tokens
 from engine.tiny_directory import POSITIONS, text_of
 
 from kvsift import InputError, Sampling
-from kvsift.engine import rows as engine_rows
+from kvsift.engine import sequence_runner
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods.quoka import QuoKA
@@ -51,7 +51,9 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
 ) -> None:
     llm = new_llm(llama, deterministic=deterministic)
     done = llm.warm_up([QUEST])
-    blocks = 4 + 2 * 3 * 2  # dense rows: 1, 2, 4 or 8; two parts of exact rows: 1, 2 or 4 with one token or a block
+    blocks = (
+        4 + 2 * 3 * 2
+    )  # dense sequences: 1, 2, 4 or 8; two parts of exact sequences: 1, 2 or 4 with one token or a block
     assert done.num_steps == 3 * (1 + blocks + 3 if deterministic else 4 * 3)  # for each choice of tokens
     assert done.num_tokens >= 8 * POSITIONS
     counts, moves = llm.loop.counts(), llm.loop.pages.kv.moves
@@ -59,23 +61,23 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     assert not any(counts["rows"].values())
     llm.loop.check()
     captured.clear()
-    rows = [new_row(llm, *case, exact=deterministic and number < 2) for number, case in enumerate(CASES)]
-    for count in (1, 3, len(rows)):
-        for row in rows[:count]:
-            if not row.key:
-                llm.loop.submit(row)
+    seqs = [new_sequence(llm, *case, exact=deterministic and number < 2) for number, case in enumerate(CASES)]
+    for count in (1, 3, len(seqs)):
+        for seq in seqs[:count]:
+            if not seq.key:
+                llm.loop.submit(seq)
         for _ in range(5):
             llm.loop.step()
-    take_steps(llm, rows)
+    take_steps(llm, seqs)
     assert captured == []
     assert llm.loop.pages.kv.moves == moves
-    for row, (text, plan, *rest) in zip(rows, CASES):
-        assert row.composed == ""
-        other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if row.exact else plan, *rest)
-        if row.exact is None:
-            assert_equal(row, other)
+    for seq, (text, plan, *rest) in zip(seqs, CASES):
+        assert seq.composed == ""
+        other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if seq.exact else plan, *rest)
+        if seq.exact is None:
+            assert_equal(seq, other)
         else:
-            assert tokens(row) == tokens(other)
+            assert tokens(seq) == tokens(other)
 
 
 def test_a_plan_of_another_method_leaves_the_steps_of_the_first_one(
@@ -102,7 +104,7 @@ def test_memory_is_allocated_for_as_many_tokens_as_asked_or_as_there_is_room_for
         new_llm(llama).warm_up(num_tokens=0)
     llm = new_llm(llama)
     per_token = llm.directory.kv_bytes_per_token(llm.dtype)
-    monkeypatch.setattr(engine_rows, "available_bytes", lambda device: 2000 * per_token)
+    monkeypatch.setattr(sequence_runner, "available_bytes", lambda device: 2000 * per_token)
     done = llm.warm_up([QUEST])
     assert 1000 < done.num_tokens < 2000
     answer = llm.generate(text_of(2500), plan=QUEST, max_new_tokens=4)
@@ -135,8 +137,8 @@ def test_steps_are_timed_over_numbers(llama: Path, monkeypatch: pytest.MonkeyPat
     run = max(llm.loop.pages.kv.pages.free_runs, key=lambda run: run.num_pages)
     assert 3000 <= run.num_pages * DEFAULT_PAGE_SIZE < 3200
     for pool in llm.loop.pages.kv.layers.values():
-        keys, rows = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
-        assert torch.equal(rows, torch.cat([keys.amax(2), keys.amin(2)], -1))
+        keys, seqs = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
+        assert torch.equal(seqs, torch.cat([keys.amax(2), keys.amin(2)], -1))
         assert all(tensor[:, run.start : run.stop].float().isfinite().all() for tensor in pool.tensors)
 
 

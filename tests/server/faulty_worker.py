@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from kvsift.api import generation
 from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
-from kvsift.engine.row import CacheReport
-from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
+from kvsift.engine.sequence import CacheReport
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.transcript import TokenLogprobs, Transcript
 from kvsift.layer.selection_log import SelectionLog
@@ -125,7 +125,7 @@ def of_request(_: Worker, *arguments: Any) -> int:
     return int(request.sampling["seed"])
 
 
-def of_row(_: Any, row: Any, *others: Any) -> int:
+def of_sequence(_: Any, row: Any, *others: Any) -> int:
     return of_reply(row.output) if isinstance(row.output, Reply) else 0
 
 
@@ -150,7 +150,7 @@ def of_working(*_: Any) -> int:
 
 
 def of_those_that_wait(loop: Loop, *_: Any) -> int:
-    return max((of_row(None, row) for row in loop.rows if row.cache is None), default=0)
+    return max((of_sequence(None, row) for row in loop.seqs if row.cache is None), default=0)
 
 
 def event_with(number: int, value: object) -> Callable[..., Any]:
@@ -180,16 +180,16 @@ def install() -> None:
     """Make the places."""
     know(Worker, "_ending", of_opened)
     know(Worker, "_encode", of_opened)
-    know(Loop, "_finish", of_row)
+    know(Loop, "_finish", of_sequence)
     know(Loop, "_room_to_admit", of_those_that_wait)
     know(Reply, "take", of_reply)
     mark(generation, "log_of")
     mark(generation, "exact_decoder")
     fail("the prompt is tokenized", Worker, "_prompts", of_request)
     fail("the row is made", Worker, "_open", of_request)
-    fail("the loop takes the row", Loop, "_enter", of_row)
-    fail("memory is sought for the row", RunnerRows, "room", of_working)
-    fail("the cache is opened", RunnerRows, "open", of_row)
+    fail("the loop takes the row", Loop, "_enter", of_sequence)
+    fail("memory is sought for the row", SequenceRunner, "room", of_working)
+    fail("the cache is opened", SequenceRunner, "open", of_sequence)
     fail("how far the prompt is read", Reply, "read", of_reply)
     fail("a selection is recorded", SelectionLog, "after_segment", of_marked, nth=2)
     fail("a draft is chosen", Reply, "foresee", of_reply)
@@ -208,7 +208,7 @@ def install() -> None:
     change("the frame", frames, "encode", of_working, every_second_time)
     fail("the counters of the cache", CacheReport, "of", of_working)
     fail("the ending", Worker, "_ending", of_opened)
-    fail("the answer", worker, "answer_of_row", of_row)
+    fail("the answer", worker, "answer_of_row", of_sequence)
     fail("the passages", generation, "passages_of", of_working)
     fail("the usage", worker, "usage_of", of_working)
     change("a usage that is NaN", worker, "usage_of", of_working, lambda old, *args: {**old(*args), "density": nan})

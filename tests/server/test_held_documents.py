@@ -11,8 +11,8 @@ from engine.tiny_directory import text_of
 from server.serving import until
 
 from kvsift import LLM
-from kvsift.engine.row import Row
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.errors import InputError
 from kvsift.server import held_documents
 from kvsift.server.held_documents import HeldDocuments
@@ -131,14 +131,14 @@ def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
 
 
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, read = Held(model), RunnerRows.read
+    held, read = Held(model), SequenceRunner.read
 
-    def failing(self: RunnerRows, row: Row, ids: Any, pause: Any = None) -> Any:
+    def failing(self: SequenceRunner, row: Sequence, ids: Any, pause: Any = None) -> Any:
         if len(held.of("b")) == 0:
             raise RuntimeError("a fault")
         return read(self, row, ids, pause)
 
-    monkeypatch.setattr(RunnerRows, "read", failing)
+    monkeypatch.setattr(SequenceRunner, "read", failing)
     held.add("a", text_of(300))
     held.documents.ask("a", "about a")
     held.step(lambda: held.refused)
@@ -161,10 +161,10 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
 
 
 def test_a_full_queue_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, tries = Held(model), list[Row]()
+    held, tries = Held(model), list[Sequence]()
     submit = held.llm.loop.submit
 
-    def full(row: Row) -> None:
+    def full(row: Sequence) -> None:
         tries.append(row)
         if len(tries) < 3:
             raise InputError("too many requests are waiting.")
@@ -221,9 +221,9 @@ def test_a_document_that_fails_anywhere_ends_alone(
 def test_a_damaged_file_that_cannot_be_deleted_is_left_and_the_text_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, kept, read = Held(model), tmp_path / "a.kvsift", list[Row]()
+    held, kept, read = Held(model), tmp_path / "a.kvsift", list[Sequence]()
 
-    def source_of(path: Path, _: LLM, row: Row) -> Callable[[Any], None]:
+    def source_of(path: Path, _: LLM, row: Sequence) -> Callable[[Any], None]:
         read.append(row)
         return lambda cache: (_ for _ in ()).throw(OSError("damaged"))
 

@@ -10,8 +10,8 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.engine.request import Request
-from kvsift.engine.row import Row
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import TextOutput
 from kvsift.plan.plan import Plan
 from kvsift.server.held_documents import DocumentPrefill
@@ -27,7 +27,7 @@ def new_llm(model: Path, plan: str, **options: Any) -> LLM:
     return LLM(model, plan, device="cpu", path="composed", **{"chunk_size": 64, "dtype": "float32", **options})
 
 
-def run(llm: LLM, row: Row) -> Row:
+def run(llm: LLM, row: Sequence) -> Sequence:
     llm.loop.submit(row)
     while not row.is_ended:
         llm.loop.step()
@@ -35,7 +35,7 @@ def run(llm: LLM, row: Row) -> Row:
     return row
 
 
-def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
+def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Sequence:
     """Read the document, from the file if there is one."""
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
 
@@ -43,7 +43,7 @@ def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
         if row.source is None:
             keep(kept, llm, row, TEXT)
 
-    row = Row(Request(ids, 1, plan or llm.plan), DocumentPrefill(on_end), holds=True)
+    row = Sequence(Request(ids, 1, plan or llm.plan), DocumentPrefill(on_end), holds=True)
     row.source = source_of(kept, llm, row)
     return run(llm, row)
 
@@ -53,7 +53,7 @@ def answer(llm: LLM) -> tuple[list[int], int]:
     ids = PromptFormat(llm.tokenizer).encode(TEXT, "Which mill?")
     request = Request(ids, 12, llm.plan)
     output = TextOutput(request, llm.tokenizer, llm.device)
-    row = run(llm, Row(request, output))
+    row = run(llm, Sequence(request, output))
     llm.loop.close(row)
     return output.transcript.new_ids, row.num_reused
 
@@ -71,9 +71,9 @@ def test_another_engine_goes_on_from_the_file(
     assert expected[1] == whole_chunks
 
     read: list[int] = []
-    original = RunnerRows.read
+    original = SequenceRunner.read
     monkeypatch.setattr(
-        RunnerRows,
+        SequenceRunner,
         "read",
         lambda self, cache, ids, pause=None: (read.append(len(ids)), original(self, cache, ids, pause))[1],
     )
@@ -94,7 +94,7 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
-    row = Row(Request(ids, 1, llm.plan), DocumentPrefill(lambda: None), holds=True)
+    row = Sequence(Request(ids, 1, llm.plan), DocumentPrefill(lambda: None), holds=True)
     assert source_of(kept, llm, row) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()

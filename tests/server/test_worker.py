@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvsift.checkpoint import fingerprint
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
 from kvsift.server.frames import AnswerRequest
-from kvsift.server.worker import OpenRow, Worker
+from kvsift.server.worker import OpenSequence, Worker
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def message(key: int, **fields: Any) -> dict[str, Any]:
 def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not_run(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[OpenRow] = []
+    asked: list[OpenSequence] = []
     monkeypatch.setattr(worker._documents, "ask", lambda _, opened: asked.append(opened))
     for key in (1, 2):
         worker._take(message(key, document="a"))
@@ -45,10 +45,10 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     for opened in asked:  # the document is read
         worker._begin(opened)
     assert [opened.request for opened in worker._rows] == [2]
-    assert worker._llm.loop.rows == [asked[1].row]
+    assert worker._llm.loop.seqs == [asked[1].row]
     worker._take({"op": "cancel", "id": 2})
     assert not worker._rows + worker._waiting
-    assert not worker._llm.loop.rows
+    assert not worker._llm.loop.seqs
 
 
 @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "\n")), (True, ("never",))])
@@ -77,9 +77,9 @@ def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
 def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted: list[Row] = []
+    submitted: list[Sequence] = []
 
-    def full(row: Row) -> None:
+    def full(row: Sequence) -> None:
         submitted.append(row)
         raise InputError("too many requests are waiting.")
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvsift.engine.graphs.accounting import DecodeRow
-from kvsift.engine.graphs.captured_rows import CapturedRows
+from kvsift.engine.graphs.accounting import CapturedSequence
+from kvsift.engine.graphs.captured_sequences import CapturedSequences
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import row_lengths
+from kvsift.engine.graphs.session import sequence_lengths
 from kvsift.engine.graphs.slots import Slots
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -57,7 +57,7 @@ class FixedSlots:
 def filled_cache(model: Any, plan: Plan, context: int, batch: int, steps: int) -> SparseCache:
     """Return a cache of random numbers with room for the rows of a batch and the steps of a sample."""
     page_size = plan.page_size or DEFAULT_PAGE_SIZE
-    rows = row_lengths([context + steps + SPARE_TOKENS] * batch, page_size)
+    rows = sequence_lengths([context + steps + SPARE_TOKENS] * batch, page_size)
     cache = make_cache(model, plan, probe_every=0, rows=rows)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), feeding(cache, "prefill"):
@@ -116,10 +116,10 @@ class Decoded(NamedTuple):
 def decode(slots: FixedSlots, context: int, steps: int) -> Decoded:
     """Generate through the engine's own loop from a full context."""
     rows = [
-        DecodeRow(slots.cache, number, RunStats(probe_every=0), context, steps, number, rule_of(slots.plan))
+        CapturedSequence(slots.cache, number, RunStats(probe_every=0), context, steps, number, rule_of(slots.plan))
         for number in range(slots.steps.num_slots)
     ]
-    captured, tokens, times = CapturedRows(slots), [[row.token] for row in rows], [perf_counter()]
+    captured, tokens, times = CapturedSequences(slots), [[row.token] for row in rows], [perf_counter()]
     for _ in range(steps):
         for chosen, token in zip(tokens, captured.step(rows)):
             chosen.append(token)
@@ -149,5 +149,5 @@ def pool_bytes(config: Any, plan: Plan, context: int, batch: int, steps: int, it
     page_size = plan.page_size or DEFAULT_PAGE_SIZE
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
-    num_tokens = sum(row_lengths([context + steps + SPARE_TOKENS] * batch, page_size))
+    num_tokens = sum(sequence_lengths([context + steps + SPARE_TOKENS] * batch, page_size))
     return int(num_tokens * per_token * (1 + (1 / page_size if rule_of(plan) else 0)))

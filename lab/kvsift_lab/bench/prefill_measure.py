@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import row_lengths
+from kvsift.engine.graphs.session import sequence_lengths
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
@@ -89,7 +89,7 @@ class PrefillBench(Bench):
         if not plan:
             return partial(_NoAttention, len(self.model.model.layers))
         parsed = parse_plan(plan)
-        rows = row_lengths([context + SPARE_TOKENS], parsed.page_size or DEFAULT_PAGE_SIZE)
+        rows = sequence_lengths([context + SPARE_TOKENS], parsed.page_size or DEFAULT_PAGE_SIZE)
         return partial(make_cache, self.model, parsed, probe_every=0, rows=rows)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import row_lengths
+from kvsift.engine.graphs.session import sequence_lengths
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
@@ -189,7 +189,7 @@ def measure_captured(model: Any, plan: Plan, context: int, place: Placement, ste
     device, step = model.device, DecoderStep(model)
     on_gpu, started = device.type == "cuda", perf_counter()
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    rows = row_lengths([context + steps + SPARE_TOKENS], plan.page_size or 16)
+    rows = sequence_lengths([context + steps + SPARE_TOKENS], plan.page_size or 16)
     cache = make_cache(model, plan, probe_every=0, rows=rows, placement=place)
     fill(cache, model, context)
     fill_s = perf_counter() - started

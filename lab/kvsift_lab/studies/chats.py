@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -24,7 +25,7 @@ from kvsift import LLM
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
 from kvsift.engine.request import Request
-from kvsift.engine.row import FinishReason, Row
+from kvsift.engine.sequence import FinishReason, Sequence
 from kvsift.models.embedded import embedded_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
@@ -45,7 +46,7 @@ class Timed:
         self.num_tokens = num_tokens
         self.times: list[float] = []
 
-    def read(self, num_tokens: int) -> None:
+    def note_prefilled(self, num_tokens: int) -> None:
         pass
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
@@ -164,19 +165,19 @@ class Chats(MeasuredChats):
         super().__init__(*load)
         self.llm = llm
 
-    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
-        row = Row(Request(ids, num_tokens, parse_plan(plan)), Timed(num_tokens))
+    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Sequence:
+        row = Sequence(Request(ids, num_tokens, parse_plan(plan)), Timed(num_tokens))
         self.llm.loop.submit(row)
         return row
 
     def step(self) -> None:
         self.llm.loop.step()
 
-    def close(self, *rows: Row) -> None:
+    def close(self, *rows: Sequence) -> None:
         for row in rows:
             self.llm.loop.close(row)
 
-    def state(self, row: Row) -> dict[str, Any]:
+    def state(self, row: Sequence) -> dict[str, Any]:
         pages = self.llm.loop.counts()["pages"]
         return {"pages": pages | {"held": pages["rows"] + pages["kept"]}, "path": row.composed or "captured"}
 
@@ -256,7 +257,7 @@ COLUMNS = ["", "chats", "documents", "plan", "tokens/s", "over dense", "second q
 TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 
 
-def chats_table(results: Sequence[dict[str, Any]]) -> str:
+def chats_table(results: abc.Sequence[dict[str, Any]]) -> str:
     """Return what chats beside each other get, medians of the rounds: a row per plan, all results in one table. Loads
     of one size are compared with the dense plan among them."""
     rows, dense = [], dict[tuple[Any, ...], float]()

@@ -30,7 +30,7 @@ class Answer:
         dense_below: captured steps were dense in contexts shorter than this.
         host: attention on the host: the compiled core with its instruction set and threads, or torch and the reason;
             empty if the host attended nothing.
-        index: layer -> index of the plan's method, for every row; empty for methods without an index.
+        index: layer -> index of the plan's method, for every sequence; empty for methods without an index.
         setup_s: seconds spent on capturing steps and measuring the crossover; not included in any other time.
         build_s: seconds of ``ttft_s`` spent on building the plan's index, codes or summaries of a cached document.
         guard: of a plan with ``min_recovery``, each time that its budget doubled: ``recovery`` of the probe that

@@ -58,7 +58,7 @@ class Chat(Uncopied):
 
         Args:
             question: in plain words.
-            progress: called while what is new is read.
+            progress: called while what is new is prefilled.
             on_text: called with every new piece of text.
             options: as for ``LLM.generate``.
 

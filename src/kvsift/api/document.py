@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol, Unpack
 
 from kvsift.api.answer import Answer
-from kvsift.api.generation import answer_of_row, check_captured, row_of
+from kvsift.api.generation import answer_of_sequence, check_captured, sequence_of
 from kvsift.api.saved_document import check_saving, check_target, save
 from kvsift.engine.engine import Engine
 from kvsift.engine.follow import follow
@@ -171,16 +171,16 @@ class Document(Uncopied):
         runner.load()
         runner.release()
         output = TextOutput(Request(self._ids, max(more or 0, 1), plan), runner.tokenizer, runner.device)
-        row = row_of(runner, output, pins=prefix)
+        seq = sequence_of(runner, output, pins=prefix)
         started, total = perf_counter(), self.num_tokens
-        for _ in follow(runner.loop, [row], [output]):
+        for _ in follow(runner.loop, [seq], [output]):
             if self._progress is not None:
-                self._progress(min(output.num_read, total), total)
-        if row.error is not None:
-            raise row.error
-        assert row.report is not None
+                self._progress(min(output.num_prefilled, total), total)
+        if seq.error is not None:
+            raise seq.error
+        assert seq.report is not None
         self.read_s, self.open_s = perf_counter() - started - prefix.build_s, 0.0
-        self.read_stats = row.report.stats.report()
+        self.read_stats = seq.report.stats.report()
         self._prefix = prefix  # only now: an interrupted prefill leaves no cache
         return prefix
 
@@ -223,8 +223,8 @@ class Document(Uncopied):
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
         started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
-        row = row_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
-        runner.loop.restore(row, saved.rotation, partial(saved.fill, runner=runner))
+        seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
+        runner.loop.restore(seq, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
         self._prefix = prefix
 
@@ -249,7 +249,8 @@ class Document(Uncopied):
             stop: text, or several texts, that end the answer, instead of the document's.
             stop_token_ids, skip_special_tokens: see ``LLM.generate``.
             timeout_s: end the answer after so many seconds, as it is then, with its first token at the earliest. They
-                count from the cached document, as ``ttft_s`` does: what is read for the first question is read whole.
+                count from the cached document, as ``ttft_s`` does: what is prefilled for the first question is
+                prefilled whole.
             exact: the answer of dense attention, token by token; see ``LLM.generate``.
             passages: keep which characters of the document were selected (composed steps).
 
@@ -322,11 +323,13 @@ class Document(Uncopied):
             check_captured([request])
         output = TextOutput(request, runner.tokenizer, runner.device)
         decode_from = self.num_tokens if question_phase == "decode" else None
-        row = row_of(runner, output, prefix=prefix, decode_from=decode_from)
-        for _, piece in follow(runner.loop, [row], [output]):
+        seq = sequence_of(runner, output, prefix=prefix, decode_from=decode_from)
+        for _, piece in follow(runner.loop, [seq], [output]):
             if piece and on_text is not None:
                 on_text(piece)
-        if row.error is not None:
-            raise row.error
-        row.build_s += build_s
-        return runner.loop.call(partial(answer_of_row, runner, row, output.transcript, started - build_s, reason or ""))
+        if seq.error is not None:
+            raise seq.error
+        seq.build_s += build_s
+        return runner.loop.call(
+            partial(answer_of_sequence, runner, seq, output.transcript, started - build_s, reason or "")
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -14,16 +15,16 @@ import torch
 from kvsift import native
 from kvsift.api.answer import Answer
 from kvsift.api.passages import passages_of
-from kvsift.engine.decode_paths import decode_in_slots, row_in_slot
+from kvsift.engine.decode_paths import decode_in_slots, sequence_in_slot
 from kvsift.engine.follow import follow
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import Session, row_lengths
+from kvsift.engine.graphs.session import Session, sequence_lengths
 from kvsift.engine.loop import Loop
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.request import Request
-from kvsift.engine.row import CacheReport, Row
+from kvsift.engine.sequence import CacheReport, Sequence
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput, Transcript
@@ -41,15 +42,15 @@ class Generation:
 
     Args:
         runner: of the model, whose weights are loaded.
-        loop: of rows; captured steps of several prompts are taken beside it.
+        loop: of sequences; captured steps of several prompts are taken beside it.
         requests: decoded together, under one plan.
         started: time of submission.
         progress: called while prompts are prefilled.
-        holds: what the loop has read of prompts is kept as long as this object, for prompts that begin alike.
+        holds: what the loop has prefilled of prompts is kept as long as this object, for prompts that share a prefix.
     """
 
     def __init__(
-        self, runner: ModelRunner, loop: Loop, requests: Sequence[Request], started: float,
+        self, runner: ModelRunner, loop: Loop, requests: abc.Sequence[Request], started: float,
         progress: ProgressCallback | None = None, holds: bool = False,
     ) -> None:  # fmt: skip
         self._holds = holds
@@ -59,23 +60,23 @@ class Generation:
         self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
         self._answers: dict[int, Answer] = {}
         self._errors: dict[int, BaseException] = {}  # of requests that failed
-        self._rows: list[Row] = []  # of the loop
+        self._seqs: list[Sequence] = []  # of the loop
 
     def close(self) -> None:
         """End all answers; any thread may."""
-        for row in self._rows:
-            self._loop.close(row)
+        for seq in self._seqs:
+            self._loop.close(seq)
 
     @property
     def answers(self) -> list[Answer]:
         """Answers of finished requests, in their order."""
         return [answer for _, answer in sorted(self._answers.items())]
 
-    def _settle(self, index: int, row: Row, answer_of_it: Callable[[], Answer]) -> None:
+    def _settle(self, index: int, seq: Sequence, answer_of_it: Callable[[], Answer]) -> None:
         """Keep the answer to a request, or the error with which it has ended."""
         try:
-            if row.error is not None:
-                raise row.error
+            if seq.error is not None:
+                raise seq.error
             self._answers[index] = answer_of_it()
         except Exception as error:
             self._errors[index] = error
@@ -96,8 +97,8 @@ class Generation:
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
         reason = runner.composed_reason(self._plan)
-        # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
-        # instead, so that a GPU answers them as it did before, to the bit.
+        # Which sequences of the loop share a step depends on the time that each takes. Prompts of one call start
+        # together instead, so that a GPU answers them as it did before, to the bit.
         several = len(self._requests) > 1 and not runner.deterministic
         together = several or runner.reason_apart(self._plan) is not None
         if reason is None and (together or runner.fast_path.is_required):
@@ -106,16 +107,16 @@ class Generation:
             self._loop.release()
             return self._in_slots()
         runner.fast_path.release()
-        return self._in_rows(reason or "")
+        return self._in_sequences(reason or "")
 
     def _in_slots(self) -> Generator[tuple[int, str], None, None]:
         for indices in self._groups():
-            rows = list[Row]()
-            for index, piece in self._loop.iterate(self._captured(indices, rows)):
+            seqs = list[Sequence]()
+            for index, piece in self._loop.iterate(self._captured(indices, seqs)):
                 if piece:
                     yield indices[index], piece
                 else:
-                    self._report(indices, rows)
+                    self._report(indices, seqs)
         self._raise_error()
 
     def _groups(self) -> Iterable[list[int]]:
@@ -128,52 +129,52 @@ class Generation:
             groups.setdefault(self._runner.rotation(request.length), []).append(index)
         return groups.values()
 
-    def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
+    def _in_sequences(self, reason: str) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
-        self._rows = rows = [row_of(runner, output, holds=self._holds) for output in outputs]
-        for row in rows:  # their prompts are held for as long as somebody has this object, or until an earlier end
-            weakref.finalize(self, self._loop.close, row).atexit = False
-        for index, piece in follow(self._loop, rows, outputs):
+        self._seqs = seqs = [sequence_of(runner, output, holds=self._holds) for output in outputs]
+        for seq in seqs:  # their prompts are held for as long as somebody has this object, or until an earlier end
+            weakref.finalize(self, self._loop.close, seq).atexit = False
+        for index, piece in follow(self._loop, seqs, outputs):
             if piece:
                 yield index, piece
             elif self._progress is not None:
-                done = (min(output.num_read, len(row.request.ids) - 1) for output, row in zip(outputs, rows))
+                done = (min(output.num_prefilled, len(seq.request.ids) - 1) for output, seq in zip(outputs, seqs))
                 self._progress(sum(done), self._total)
-        for index, (row, output) in enumerate(zip(rows, outputs)):
-            answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
-            self._loop.call(partial(self._settle, index, row, answer))  # counters may be on the device
+        for index, (seq, output) in enumerate(zip(seqs, outputs)):
+            answer = partial(answer_of_sequence, runner, seq, output.transcript, self._started, reason)
+            self._loop.call(partial(self._settle, index, seq, answer))  # counters may be on the device
         self._raise_error()
 
-    def _captured(self, indices: Sequence[int], rows: list[Row]) -> Generator[tuple[int, str], None, None]:
+    def _captured(self, indices: abc.Sequence[int], seqs: list[Sequence]) -> Generator[tuple[int, str], None, None]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
         transcripts = [Transcript(request, runner.tokenizer) for request in requests]
-        rows += [
-            row_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
+        seqs += [
+            sequence_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
             for place, transcript in enumerate(transcripts)
         ]
-        yield from decode_in_slots(runner, rows, partial(runner.fast_path.session, runner.model, cache, kept))
-        for index, row, transcript in zip(indices, rows, transcripts):
-            self._settle(index, row, partial(self._answer_beside, cache, row, transcript))
+        yield from decode_in_slots(runner, seqs, partial(runner.fast_path.session, runner.model, cache, kept))
+        for index, seq, transcript in zip(indices, seqs, transcripts):
+            self._settle(index, seq, partial(self._answer_beside, cache, seq, transcript))
 
-    def _answer_beside(self, cache: SparseCache, row: Row, transcript: Transcript) -> Answer:
-        return answer_of(self._runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
+    def _answer_beside(self, cache: SparseCache, seq: Sequence, transcript: Transcript) -> Answer:
+        return answer_of(self._runner, CacheReport.of(cache, seq.stats), transcript, self._started, captured=seq)
 
-    def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
-        """An empty cache whose rows are fed one by one, and captured steps over it; both of the last call if they fit,
-        else a new cache and None."""
+    def _pooled_cache(self, requests: abc.Sequence[Request]) -> tuple[SparseCache, Session | None]:
+        """An empty cache whose sequences are fed one by one, and captured steps over it; both of the last call if they
+        fit, else a new cache and None."""
         runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
         length = max(request.length for request in requests)
         totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
-        rows = row_lengths(totals, page_size)
-        kept = runner.fast_path.take(self._plan, runner.rotation(length), rows)
-        return (runner.new_cache(self._plan, 0, rows, length), None) if kept is None else (kept.cache, kept)
+        seqs = sequence_lengths(totals, page_size)
+        kept = runner.fast_path.take(self._plan, runner.rotation(length), seqs)
+        return (runner.new_cache(self._plan, 0, seqs, length), None) if kept is None else (kept.cache, kept)
 
-    def _report(self, indices: Sequence[int], rows: Sequence[Row]) -> None:
+    def _report(self, indices: abc.Sequence[int], seqs: abc.Sequence[Sequence]) -> None:
         """Report the progress over all prompts, of which those of a group are being prefilled."""
-        for index, row in zip(indices, rows):
-            self._done[index] = min(row.num_cached, len(row.request.ids) - 1)
+        for index, seq in zip(indices, seqs):
+            self._done[index] = min(seq.num_cached, len(seq.request.ids) - 1)
         done = sum(self._done.values())
         if self._progress is not None and done > self._reported:
             self._reported = done
@@ -215,7 +216,7 @@ class TextStream(Uncopied):
             raise
 
 
-def check_captured(requests: Sequence[Request]) -> None:
+def check_captured(requests: abc.Sequence[Request]) -> None:
     """Refuse requests that captured steps cannot answer (``InputError``)."""
     if any(request.offsets is not None for request in requests):
         raise InputError(
@@ -228,10 +229,10 @@ def check_captured(requests: Sequence[Request]) -> None:
         )
 
 
-def row_of(runner: ModelRunner, output: TextOutput, **options: Any) -> Row:
-    """The row of a request for text, with options of ``Row``."""
+def sequence_of(runner: ModelRunner, output: TextOutput, **options: Any) -> Sequence:
+    """The sequence of a request for text, with options of ``Sequence``."""
     request = output.transcript.request
-    return Row(request, output, observer=log_of(request), exact=exact_decoder(runner, request), **options)
+    return Sequence(request, output, observer=log_of(request), exact=exact_decoder(runner, request), **options)
 
 
 def log_of(request: Request) -> SelectionLog | None:
@@ -239,20 +240,20 @@ def log_of(request: Request) -> SelectionLog | None:
     return None if request.offsets is None else SelectionLog(len(request.ids))
 
 
-def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
-    """Return the answer of a row that has ended; if it ended before it decoded, ``path`` tells why its steps would have
-    been composed."""
-    report, reason = row.report or CacheReport(row.request.plan, RunStats(), 0, {}), row.composed
+def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcript, started: float, path: str) -> Answer:
+    """Return the answer of a sequence that has ended; if it ended before it decoded, ``path`` tells why its steps would
+    have been composed."""
+    report, reason = seq.report or CacheReport(seq.request.plan, RunStats(), 0, {}), seq.composed
     reason = path if reason is None else reason
     return answer_of(
-        runner, report, transcript, started, num_cached=row.num_reused, captured=None if reason else row, path=reason,
-        no_reuse="" if row.prefix is not None else row.no_reuse, exact=row.exact, build_s=row.build_s,
+        runner, report, transcript, started, num_cached=seq.num_reused, captured=None if reason else seq, path=reason,
+        no_reuse="" if seq.prefix is not None else seq.no_reuse, exact=seq.exact, build_s=seq.build_s,
     )  # fmt: skip
 
 
 def answer_of(
     runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
-    captured: Row | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
+    captured: Sequence | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
     exact: ExactDecoder | None = None,
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
@@ -264,7 +265,7 @@ def answer_of(
         del event["row"]  # of a batch that the answer shares with others
     log, offsets, passages = of_cache.stats.observer, transcript.request.offsets, None
     if offsets is not None:
-        log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a row that never ran
+        log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a sequence that never ran
         passages = passages_of(log, offsets, of_cache.plan)
     return Answer(
         text=transcript.text,

@@ -61,7 +61,7 @@ class LLM(Engine):
             on a GPU whose decode steps are captured.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
-        keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike; weights must
+        keep_tokens: of prompts that were answered, those that stay cached for prompts that share a prefix; weights must
             not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
             about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
             share where steps are composed; captured, they have pages of their own.
@@ -70,7 +70,7 @@ class LLM(Engine):
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
             "offload:device_cache=4096" or "split:host_values=int8" (``plan.placement``).
         deterministic: an answer has the same bits whatever is computed beside it, and ``exact=True`` can be asked for.
-            On a CPU that is always so; on a GPU a single row decodes slower, and prompts are read in small chunks.
+            On a CPU that is always so; on a GPU a single sequence decodes slower, and prompts are read in small chunks.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.

@@ -63,26 +63,26 @@ class Account:
 
     Attributes:
         waiting: in order of arrival.
-        reading: in order of admission; the last one reads next. At most one has more than a chunk.
+        prefilling: in order of admission; the last one is prefilled next. At most one has more than a chunk.
         decoding: those that have paused longest come first.
         overtaken: requests that were admitted before a longer one since the last chunk of that.
     """
 
     name: str
     waiting: dict[int, ScheduledRequest] = field(default_factory=dict)
-    reading: dict[int, ScheduledRequest] = field(default_factory=dict)
+    prefilling: dict[int, ScheduledRequest] = field(default_factory=dict)
     decoding: dict[int, ScheduledRequest] = field(default_factory=dict)
     overtaken: int = 0
 
     @property
     def num_open(self) -> int:
-        """Rows that it has."""
-        return len(self.reading) + len(self.decoding)
+        """Sequences that it has."""
+        return len(self.prefilling) + len(self.decoding)
 
     @property
     def open_pages(self) -> int:
-        """Pages that its rows have reserved."""
-        return sum(request.pages for request in (*self.reading.values(), *self.decoding.values()))
+        """Pages that its sequences have reserved."""
+        return sum(request.pages for request in (*self.prefilling.values(), *self.decoding.values()))
 
     @property
     def head(self) -> ScheduledRequest | None:
@@ -92,30 +92,30 @@ class Account:
     def next_prefill(
         self, chunk: int, overtakes: int, fits: Callable[[ScheduledRequest], bool]
     ) -> ScheduledRequest | None:
-        """Return the request that is prefilled in the client's next turn, in its row or from the queue.
+        """Return the request that is prefilled in the client's next turn, in its sequence or from the queue.
 
-        That is the row that is partly prefilled, or else the head; but a request of at most a chunk passes it, so many
-        times between two chunks.
+        That is the sequence that is partly prefilled, or else the head; but a request of at most a chunk passes it, so
+        many times between two chunks.
         """
-        row, head = next(reversed(self.reading.values()), None), self.head
-        if head is not None and len(self.reading) < 2 and self.overtaken < overtakes:
+        seq, head = next(reversed(self.prefilling.values()), None), self.head
+        if head is not None and len(self.prefilling) < 2 and self.overtaken < overtakes:
             short = next((request for request in self.waiting.values() if request.tokens <= chunk), None)
             if short is not None and fits(short):
                 return short
-        if row is not None:
-            return row
+        if seq is not None:
+            return seq
         return head if head is not None and fits(head) else None
 
     def prefills(self, request: ScheduledRequest) -> bool:
         """Record a turn of ``next_prefill``; returns whether the request is admitted for it."""
         is_new = request.key in self.waiting
-        self.overtaken = self.overtaken + 1 if is_new and (self.reading or request is not self.head) else 0
+        self.overtaken = self.overtaken + 1 if is_new and (self.prefilling or request is not self.head) else 0
         if is_new:
-            self.reading[request.key] = self.waiting.pop(request.key)
+            self.prefilling[request.key] = self.waiting.pop(request.key)
         return is_new
 
     def remove(self, key: int) -> bool:
         """Remove a request in any state; returns whether others are left."""
-        for requests in (self.waiting, self.reading, self.decoding):
+        for requests in (self.waiting, self.prefilling, self.decoding):
             requests.pop(key, None)
         return bool(self.waiting or self.num_open)

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from kvsift.engine.loop import Loop
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence_runner import SequenceRunner
 
-GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
+GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other sequences wait less
 
 
 class Engine(ModelRunner):
@@ -25,10 +25,10 @@ class Engine(ModelRunner):
 
     def __init__(self, *arguments: Any, keep_tokens: int = 0) -> None:
         super().__init__(*arguments)
-        rows = RunnerRows(self)
+        seqs = SequenceRunner(self)
         size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
-        grid = max(size // rows.page_size, 1) * rows.page_size
-        self.loop = Loop(rows, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        grid = max(size // seqs.page_size, 1) * seqs.page_size
+        self.loop = Loop(seqs, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
 
     def __enter__(self) -> Self:
         return self

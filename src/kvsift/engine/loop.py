@@ -1,15 +1,15 @@
-"""The loop of the engine: rows are admitted, prefilled chunk by chunk, decode together, and leave.
+"""The loop of the engine: sequences are admitted, prefilled chunk by chunk, decode together, and leave.
 
-It runs in a thread of its own (``engine.thread``), from the first request on; other threads are its clients. What a row
-answers does not depend on the others: it is prefilled on a fixed grid of chunks, attended by itself, and shares with
-others only pages that are full and were written by the same pass over the same tokens.
+It runs in a thread of its own (``engine.thread``), from the first request on; other threads are its clients. What a
+sequence answers does not depend on the others: it is prefilled on a fixed grid of chunks, attended by itself, and
+shares with others only pages that are full and were written by the same pass over the same tokens.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -21,9 +21,9 @@ from torch import Tensor
 from kvsift.engine.pages import OUT_OF_MEMORY, Pages
 from kvsift.engine.pauses import Pauses
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
-from kvsift.engine.row import OPEN_STATES, CacheReport, FinishReason, Row
-from kvsift.engine.rows import RunnerRows
 from kvsift.engine.schedule import Decision, Schedule
+from kvsift.engine.sequence import OPEN_STATES, CacheReport, FinishReason, Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
 from kvsift.errors import InputError
@@ -36,136 +36,137 @@ MOST_OPEN = 4096  # requests that wait or run
 
 
 class Loop(EngineThread):
-    """Rows over one pool of pages.
+    """Sequences over one pool of pages.
 
     Args:
         model: runs the passes.
         grid: prompt tokens of a pass; a multiple of the page size.
-        max_rows: rows that decode in one step.
-        keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
+        max_seqs: sequences that decode in one step.
+        keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
         turn: held during a step.
         clock: seconds.
     """
 
     def __init__(
-        self, model: RunnerRows, grid: int, max_rows: int = 8, keep_tokens: int = 0,
+        self, model: SequenceRunner, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
         turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         super().__init__(turn)
         assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
-        self._model, self.grid, self.max_rows, self.clock = model, grid, max_rows, clock
+        self._model, self.grid, self.max_seqs, self.clock = model, grid, max_seqs, clock
         self.pages = Pages(model, grid, keep_tokens)
-        self._entering: deque[Row] = deque()  # submitted, in their order
+        self._entering: deque[Sequence] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
         self._begin()
 
     def _begin(self) -> None:
-        self._schedule = Schedule(self.max_rows, self.grid)
-        self._rows: dict[int, Row] = {}  # that have not ended
+        self._schedule = Schedule(self.max_seqs, self.grid)
+        self._seqs: dict[int, Sequence] = {}  # that have not ended
         self.pages.renew()
 
     @property
-    def rows(self) -> list[Row]:
-        """Rows that have not ended."""
-        return list(self._rows.values())
+    def seqs(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        return list(self._seqs.values())
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Count rows by state, and pages by owner, without waiting for a step: the numbers may be a moment apart."""
-        states = Counter(row.state for row in self.rows)
+        """Count sequences by state, and pages by owner, without waiting for a step: the numbers may be a moment
+        apart."""
+        states = Counter(seq.state for seq in self.seqs)
         return {"rows": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
 
-    def submit(self, row: Row) -> None:
-        """Queue a row for admission.
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence for admission.
 
         Raises:
             InputError: if too many requests wait.
         """
-        if len(self._rows) + len(self._entering) >= MOST_OPEN:
+        if len(self._seqs) + len(self._entering) >= MOST_OPEN:
             raise InputError(FULL)
-        row.key = next(self._keys)
+        seq.key = next(self._keys)
         if self._num_threads and (number := torch.get_num_threads()) != self._num_threads:
             self._num_threads = number
             self.post(partial(torch.set_num_threads, number))
         self._num_threads = torch.get_num_threads()
-        self._entering.append(row)
+        self._entering.append(seq)
         self.post(self._enter_next)
 
-    def cancel(self, row: Row) -> None:
-        """End a row, if it has not ended, after the present step."""
-        self.post(partial(self._close, row, False))
+    def cancel(self, seq: Sequence) -> None:
+        """End a sequence, if it has not ended, after the present step."""
+        self.post(partial(self._close, seq, False))
 
-    def close(self, row: Row) -> None:
+    def close(self, seq: Sequence) -> None:
         """As ``cancel``, and let go of the prompt that it holds, if it does. Safe in a finalizer."""
-        self.post(partial(self._close, row, True))
+        self.post(partial(self._close, seq, True))
 
     def step(self) -> None:
         if self._waits_for_a_step():
             return
         with self._stepping():
-            self._end_late_rows()
+            self._end_late_sequences()
             decision = self._schedule.decide(self._room_to_admit())
             if decision.decode:
                 self._decode()
-            if decision.read is not None:
-                self._advance(self._rows[decision.read])
+            if decision.prefill is not None:
+                self._advance(self._seqs[decision.prefill])
             elif decision == Decision() and self._schedule.waiting:
                 self._refuse_largest()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rows)
+        return bool(self._seqs)
 
     def _cancel_all(self) -> None:
-        for row in self.rows:
-            self._end(row, "cancelled")
+        for seq in self.seqs:
+            self._end(seq, "cancelled")
 
     def _fail(self, error: BaseException) -> None:
-        """End all rows after a fault that none of them explains, and begin with an empty pool."""
+        """End all sequences after a fault that none of them explains, and begin with an empty pool."""
         failure = RuntimeError(f"the engine failed ({type(error).__name__}: {error})")
         failure.__cause__ = error
-        rows = self.rows
+        seqs = self.seqs
         for prefix in list(self.pages.pinned):
             prefix.fail()
         self._model.fail()
         self._begin()
-        for row in rows:
-            row.cache, row.nodes, row.finish_reason, row.error = None, [], "error", failure
-            row.state = "ended"
-            row.on_end()
+        for seq in seqs:
+            seq.cache, seq.nodes, seq.finish_reason, seq.error = None, [], "error", failure
+            seq.state = "ended"
+            seq.on_end()
 
     def _enter_next(self) -> None:
         self._try_to_enter(self._entering.popleft())
 
-    def _try_to_enter(self, row: Row) -> None:
+    def _try_to_enter(self, seq: Sequence) -> None:
         try:
-            self._enter(row)
-        except Exception as error:  # of this row alone
-            self._rows[row.key] = row
-            self._end(row, "error", error)
+            self._enter(seq)
+        except Exception as error:  # of this sequence alone
+            self._seqs[seq.key] = seq
+            self._end(seq, "error", error)
 
-    def _enter(self, row: Row) -> None:
+    def _enter(self, seq: Sequence) -> None:
         if self._is_closed:
-            self._finish(row, "cancelled", None)
+            self._finish(seq, "cancelled", None)
             return
-        self._rows[row.key] = row
-        if row.prefix is not None and not row.prefix.take(row, partial(self._try_to_enter, row)):
+        self._seqs[seq.key] = seq
+        if seq.prefix is not None and not seq.prefix.take(seq, partial(self._try_to_enter, seq)):
             return  # it waits for the prefix
-        apart = self._model.reason_apart(row)
-        row.in_pool = apart is None
-        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.request.plan.not_shared or ""
-        row.root = b"" if row.no_reuse else self._model.root(row)
-        self.pages.hold(row, self.pages.found(row))
-        if not self._schedule.add(row.key, row.request.client, *self.pages.cost_of(row)):
+        apart = self._model.reason_apart(seq)
+        seq.in_pool = apart is None
+        seq.no_reuse = apart or ("" if seq.prefix is None else DOCUMENT) or seq.request.plan.not_shared or ""
+        seq.root = b"" if seq.no_reuse else self._model.root(seq)
+        self.pages.hold(seq, self.pages.found(seq))
+        if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq)):
             raise InputError(FULL)
 
-    def _close(self, row: Row, lets_go: bool) -> None:
-        self._end(row, "cancelled")
-        self.pages.hold(row, [] if lets_go else row.nodes)
+    def _close(self, seq: Sequence, lets_go: bool) -> None:
+        self._end(seq, "cancelled")
+        self.pages.hold(seq, [] if lets_go else seq.nodes)
         self._trim()
 
     def release(self) -> None:
-        """Give the memory of the pool back, if no row needs it and no prompt is kept."""
+        """Give the memory of the pool back, if no sequence needs it and no prompt is kept."""
         self.call(self._release)
 
     def _release(self) -> None:
@@ -178,7 +179,7 @@ class Loop(EngineThread):
         Raises:
             PrefixSpoiled: if the prefix must be prefilled again.
         """
-        assert not isinstance(prefix.user, Row), "a row continues in this cache"
+        assert not isinstance(prefix.user, Sequence), "a sequence continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
         if prefix.is_spoiled or not self._model.rewind(prefix.cache):
             raise PrefixSpoiled
@@ -186,22 +187,22 @@ class Loop(EngineThread):
         self._replan(prefix, prefix.cache, plan)
         return prefix.cache
 
-    def restore(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
-        """Pin the prompt of a row, whose cache is filled by ``fill`` instead of a prefill."""
-        self.call(partial(self._restore_pinned, row, rotation, fill))
+    def restore(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        """Pin the prompt of a sequence, whose cache is filled by ``fill`` instead of a prefill."""
+        self.call(partial(self._restore_pinned, seq, rotation, fill))
 
-    def _restore_pinned(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
-        assert row.pins is not None
-        table = PageTable(1, self.pages.kv) if self._model.reason_apart(row) is None else None
+    def _restore_pinned(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        assert seq.pins is not None
+        table = PageTable(1, self.pages.kv) if self._model.reason_apart(seq) is None else None
         try:
             if table is not None:
-                self.pages.reserve(table, self._model.pages_of(row))
-            row.cache = self._model.open(row, table)
-            row.cache.pin(rotation)
-            row.source = fill
-            self._model.restore(row)
-            row.cache.prepare()
-            self.pin(row.pins, row.cache)
+                self.pages.reserve(table, self._model.pages_of(seq))
+            seq.cache = self._model.open(seq, table)
+            seq.cache.pin(rotation)
+            seq.source = fill
+            self._model.restore(seq)
+            seq.cache.prepare()
+            self.pin(seq.pins, seq.cache)
         except BaseException:
             if table is not None:
                 table.close(0)
@@ -210,7 +211,7 @@ class Loop(EngineThread):
 
     @contextmanager
     def leased(self, prefix: PinnedPrefix, plan: Plan) -> Iterator[SparseCache]:
-        """The cache of a pinned prefix under a plan, which no row continues in meanwhile."""
+        """The cache of a pinned prefix under a plan, which no sequence continues in meanwhile."""
         granted: SimpleQueue[None] = SimpleQueue()
         lease = object()
         self.start()
@@ -223,115 +224,116 @@ class Loop(EngineThread):
 
     def prepare(self, plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
         """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
-        steps. Some row must have decoded in captured steps.
+        steps. Some sequence must have decoded in captured steps.
 
-        ``num_pages`` are by default what the rows of one step need at most, with the prompts that are kept.
+        ``num_pages`` are by default what the sequences of one step need at most, with the prompts that are kept.
         There may be room for fewer.
         """
         return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
 
     def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
-        self.pages.allocate(kinds, self.max_rows, num_pages)
-        return self._model.prepare(self.pages.kv, plan, self.max_rows)
+        self.pages.allocate(kinds, self.max_seqs, num_pages)
+        return self._model.prepare(self.pages.kv, plan, self.max_seqs)
 
     def check(self) -> None:
         """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
-        faults = self.call(lambda: self.pages.faults(self.rows))
+        faults = self.call(lambda: self.pages.faults(self.seqs))
         assert not faults, faults[:5]
 
-    def _end_late_rows(self) -> None:
+    def _end_late_sequences(self) -> None:
         now = self.clock()
-        for row in self.rows:  # one that continues a document has a first token in any case
-            if row.request.deadline is not None and now >= row.request.deadline and row.prefix is None:
-                self._end(row, "deadline")
+        for seq in self.seqs:  # one that continues a document has a first token in any case
+            if seq.request.deadline is not None and now >= seq.request.deadline and seq.prefix is None:
+                self._end(seq, "deadline")
 
-    def _advance(self, row: Row) -> None:
-        """Prefill the next chunk of a row, which is admitted with the first one."""
-        if row.cache is None:
-            self._admit(row)
-        if not row.is_ended:
-            self._read(row, Pauses(self.clock, self._pause))
+    def _advance(self, seq: Sequence) -> None:
+        """Prefill the next chunk of a sequence, which is admitted with the first one."""
+        if seq.cache is None:
+            self._admit(seq)
+        if not seq.is_ended:
+            self._prefill(seq, Pauses(self.clock, self._pause))
 
     def _refuse_largest(self) -> None:
-        """Nothing runs, and there is no room for the next row in the line: there never will be, unless rows in the line
-        hold prompts for later."""
-        waiting = [self._rows[key] for key in self._schedule.waiting]
-        if any(row.nodes for row in waiting):
-            for row in waiting:
-                self.pages.hold(row, [])
-                self._schedule.revise(row.key, *self.pages.cost_of(row))
+        """Nothing runs, and there is no room for the next sequence in the queue: there never will be, unless sequences
+        in the queue hold prompts for later."""
+        waiting = [self._seqs[key] for key in self._schedule.waiting]
+        if any(seq.nodes for seq in waiting):
+            for seq in waiting:
+                self.pages.hold(seq, [])
+                self._schedule.revise(seq.key, *self.pages.cost_of(seq))
             return
-        row = max(waiting, key=self._model.pages_of)
-        length, more = len(row.request.ids), row.request.max_new_tokens
-        room = self.pages.room(self.rows) * self._model.page_size
+        seq = max(waiting, key=self._model.pages_of)
+        length, more = len(seq.request.ids), seq.request.max_new_tokens
+        room = self.pages.room(self.seqs) * self._model.page_size
         error = InputError(
             f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
             "all. Shorten the prompt, or generate fewer."
         )
-        self._end(row, "error", error)
+        self._end(seq, "error", error)
 
     def _room_to_admit(self) -> int:
-        """``_room``; where it cannot be told, the rows that wait for it end with the reason, and the others go on."""
+        """``_room``; where it cannot be told, the sequences that wait for it end with the reason, and the others go
+        on."""
         waiting = self._schedule.waiting
         try:
-            return self.pages.room(self.rows) if waiting else 0
+            return self.pages.room(self.seqs) if waiting else 0
         except Exception as error:
             for key in waiting:
                 failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
                 failure.__cause__ = error
-                self._end(self._rows[key], "error", failure)
+                self._end(self._seqs[key], "error", failure)
             return 0
 
-    def _admit(self, row: Row) -> None:
-        row.state = "reading"
-        if row.prefix is not None and row.prefix.cache is not None:
-            self._continue(row, row.prefix)
+    def _admit(self, seq: Sequence) -> None:
+        seq.state = "prefilling"
+        if seq.prefix is not None and seq.prefix.cache is not None:
+            self._continue(seq, seq.prefix)
             return
-        self.pages.hold(row, self.pages.found(row))
-        length, table = self.grid * len(row.nodes), PageTable(1, self.pages.kv) if row.in_pool else None
+        self.pages.hold(seq, self.pages.found(seq))
+        length, table = self.grid * len(seq.nodes), PageTable(1, self.pages.kv) if seq.in_pool else None
         try:
             if table is not None:
-                self.pages.fill(table, row)
-            row.cache = self._model.open(row, table)
-            row.cache.stats.observer = row.observer
-            if row.nodes:
-                self.pages.adopt(row, row.cache)
-            elif row.source is not None:
-                length = self._restore(row)
-            row.num_cached = row.num_reused = length
-            row.output.read(length)
-        except Exception as error:  # of this row alone
+                self.pages.fill(table, seq)
+            seq.cache = self._model.open(seq, table)
+            seq.cache.stats.observer = seq.observer
+            if seq.nodes:
+                self.pages.adopt(seq, seq.cache)
+            elif seq.source is not None:
+                length = self._restore(seq)
+            seq.num_cached = seq.num_reused = length
+            seq.output.note_prefilled(length)
+        except Exception as error:  # of this sequence alone
             if table is not None:
                 table.close(0)
-            row.cache = None
-            self._end(row, "error", error)
+            seq.cache = None
+            self._end(seq, "error", error)
 
-    def _continue(self, row: Row, prefix: PinnedPrefix) -> None:
-        """Let a row begin with a pinned prefix: in its cache, or in a copy that shares its full pages."""
+    def _continue(self, seq: Sequence, prefix: PinnedPrefix) -> None:
+        """Let a sequence begin with a pinned prefix: in its cache, or in a copy that shares its full pages."""
         assert prefix.cache is not None
         try:
             if prefix.is_spoiled:
                 raise PrefixSpoiled
             cache = prefix.cache
-            if prefix.user is not row:
-                cache = self._model.fork(cache, prefix.length, row)
+            if prefix.user is not seq:
+                cache = self._model.fork(cache, prefix.length, seq)
             elif prefix.is_lent:
                 self._model.rewind(cache)
                 prefix.is_lent = False
             try:
                 if cache.run.table is not None and cache.run.table.kv is self.pages.kv:
-                    self.pages.reserve(cache.run.table, self._model.pages_of(row))
-                row.build_s = self._replan(prefix, cache, row.request.plan)
-                self._model.begin(row, cache)
+                    self.pages.reserve(cache.run.table, self._model.pages_of(seq))
+                seq.build_s = self._replan(prefix, cache, seq.request.plan)
+                self._model.begin(seq, cache)
             except BaseException:
                 if cache is not prefix.cache and cache.run.table is not None:
                     cache.run.table.close(0)
                 raise
-            row.cache, row.num_cached, row.num_reused = cache, prefix.length, prefix.length
-            cache.stats.observer = row.observer
-            row.output.read(prefix.length)
-        except Exception as error:  # of this row alone
-            self._end(row, "error", error)
+            seq.cache, seq.num_cached, seq.num_reused = cache, prefix.length, prefix.length
+            cache.stats.observer = seq.observer
+            seq.output.note_prefilled(prefix.length)
+        except Exception as error:  # of this sequence alone
+            self._end(seq, "error", error)
 
     def _replan(self, prefix: PinnedPrefix, cache: SparseCache, plan: Plan) -> float:
         """Let the cache of a pinned prefix go on under a plan; seconds in which that built what decode needs."""
@@ -341,89 +343,90 @@ class Loop(EngineThread):
             cache.prepare()  # now, and not in the first decode step
         return self.clock() - started if is_new else 0.0
 
-    def _restore(self, row: Row) -> int:
-        """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
-        assert row.cache is not None
-        self._model.restore(row)
-        length = (len(row.request.ids) - 1) // self.grid * self.grid
-        row.cache.undo(length)
-        for row.num_cached in range(self.grid, length + 1, self.grid):
-            self.pages.seal(row)
+    def _restore(self, seq: Sequence) -> int:
+        """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is prefilled
+        again."""
+        assert seq.cache is not None
+        self._model.restore(seq)
+        length = (len(seq.request.ids) - 1) // self.grid * self.grid
+        seq.cache.undo(length)
+        for seq.num_cached in range(self.grid, length + 1, self.grid):
+            self.pages.seal(seq)
         return length
 
-    def _read(self, row: Row, pauses: Pauses) -> None:
+    def _prefill(self, seq: Sequence, pauses: Pauses) -> None:
         """Prefill the next chunk of a prompt, and with the last one choose the first token."""
-        started, cache, before = self.clock(), row.cache, row.num_cached
+        started, cache, before = self.clock(), seq.cache, seq.num_cached
         assert cache is not None
-        stop, end = self._next_stop(row), len(row.request.ids)
+        stop, end = self._next_stop(seq), len(seq.request.ids)
         counters, logits = cache.stats.snapshot(), None
         try:
             if stop > before:
-                if stop >= end - 1 and row.prefix is None:
+                if stop >= end - 1 and seq.prefix is None:
                     cache.prepare_after_next()
-                logits = self._model.read(row, row.request.ids[before:stop], pauses)
+                logits = self._model.prefill(seq, seq.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
-                self._count(row, before, stop)
+                self._count(seq, before, stop)
             if stop == end - 1:  # the last token alone, whatever was reused before it
                 cache.prepare()
-                logits = self._model.read(row, row.request.ids[stop:])
-                row.num_cached = end
-            self._has_read(row, cache, logits)
+                logits = self._model.prefill(seq, seq.request.ids[stop:])
+                seq.num_cached = end
+            self._has_prefilled(seq, cache, logits)
         except OUT_OF_MEMORY as error:
-            if not self._undo(row, counters) or not self.pages.drop(self.pages.kv.pages.num_pages):
-                self._end(row, "error", error)  # else it is read again, in the next step
+            if not self._undo(seq, counters) or not self.pages.drop(self.pages.kv.pages.num_pages):
+                self._end(seq, "error", error)  # else it is prefilled again, in the next step
         except Exception as error:
-            self._end(row, "error", error)
+            self._end(seq, "error", error)
         finally:
-            read_s = self.clock() - started - pauses.seconds
-            self._schedule.has_read(row.key, row.num_cached - before, read_s, done=row.num_cached >= end)
+            prefill_s = self.clock() - started - pauses.seconds
+            self._schedule.has_prefilled(seq.key, seq.num_cached - before, prefill_s, done=seq.num_cached >= end)
             if pauses.seconds:
                 self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
-        if row.num_cached >= end:
+        if seq.num_cached >= end:
             self._look_again()
 
-    def _next_stop(self, row: Row) -> int:
+    def _next_stop(self, seq: Sequence) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
-        before, end = row.num_cached, len(row.request.ids)
-        others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.reading) > 1
-        alone = not others and row.request.plan.prefill is None
-        chunks = max(self._model.most_read // self.grid, 1) if alone else 1
-        if row.prefix is None:
-            return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
-        stop = min(before - (before - row.prefix.length) % self.grid + chunks * self.grid, end)
+        before, end = seq.num_cached, len(seq.request.ids)
+        others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.prefilling) > 1
+        alone = not others and seq.request.plan.prefill is None
+        chunks = max(self._model.most_prefilled // self.grid, 1) if alone else 1
+        if seq.prefix is None:
+            return min(before - before % self.grid + chunks * self.grid, end - (seq.pins is None))
+        stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
         return stop - (stop == end - 1)  # the last token is not left over
 
-    def _count(self, row: Row, before: int, stop: int) -> None:
+    def _count(self, seq: Sequence, before: int, stop: int) -> None:
         """Note that a prompt is cached from one position to another, and share its chunks."""
-        for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
-            if row.num_cached % self.grid == 0 and not row.no_reuse:
-                self.pages.seal(row)
+        for seq.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
+            if seq.num_cached % self.grid == 0 and not seq.no_reuse:
+                self.pages.seal(seq)
 
-    def _has_read(self, row: Row, cache: SparseCache, logits: Tensor | None) -> None:
+    def _has_prefilled(self, seq: Sequence, cache: SparseCache, logits: Tensor | None) -> None:
         """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
-        if row.num_cached < len(row.request.ids):
-            self._tell(row, None)
+        if seq.num_cached < len(seq.request.ids):
+            self._notify(seq, None)
             return
-        if row.pins is not None:
-            self._pin(row, row.pins, cache)
+        if seq.pins is not None:
+            self._pin(seq, seq.pins, cache)
             return
         cache.prepare()
-        row.num_cached -= 1  # ``_tell`` counts the token that was fed
-        self._tell(row, logits)
+        seq.num_cached -= 1  # ``_notify`` counts the token that was fed
+        self._notify(seq, logits)
 
-    def _pin(self, row: Row, prefix: PinnedPrefix, cache: SparseCache) -> None:
-        """End a row that has read a prefix, which keeps its cache."""
+    def _pin(self, seq: Sequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
+        """End a sequence that has read a prefix, which keeps its cache."""
         started = self.clock()
         cache.prepare()
         prefix.build_s = self.clock() - started
-        row.output.read(row.num_cached)
-        row.report = CacheReport.of(cache)
+        seq.output.note_prefilled(seq.num_cached)
+        seq.report = CacheReport.of(cache)
         self.pin(prefix, cache)
-        row.cache = None
-        self._end(row, "stop")
+        seq.cache = None
+        self._end(seq, "stop")
 
     def pin(self, prefix: PinnedPrefix, cache: SparseCache) -> None:
-        """Keep a cache, whose tokens are those of a prefix, for rows that begin with it."""
+        """Keep a cache, whose tokens are those of a prefix, for sequences that begin with it."""
         self.pages.pin(prefix, cache, self._unpin)
 
     def _unpin(self, clear: Callable[[], None]) -> None:
@@ -432,7 +435,7 @@ class Loop(EngineThread):
         self.post(self._trim)
 
     def _pause(self) -> bool:
-        """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
+        """Decode a token of every sequence that decodes, in the middle of a chunk; returns whether there are any."""
         if not self._schedule.decoding:
             return False
         self._decode()
@@ -440,119 +443,119 @@ class Loop(EngineThread):
         return True
 
     def _look_again(self) -> None:
-        """Let the line hold what it has in common with a prompt that was read."""
-        for row in [self._rows[key] for key in self._schedule.waiting]:
-            found = self.pages.found(row)
-            if len(found) > len(row.nodes):
-                self.pages.hold(row, found)
-                self._schedule.revise(row.key, *self.pages.cost_of(row))
+        """Let the queue hold what it has in common with a prompt that was prefilled."""
+        for seq in [self._seqs[key] for key in self._schedule.waiting]:
+            found = self.pages.found(seq)
+            if len(found) > len(seq.nodes):
+                self.pages.hold(seq, found)
+                self._schedule.revise(seq.key, *self.pages.cost_of(seq))
 
     def _decode(self) -> None:
         started = self.clock()
-        rows = [self._rows[key] for key in self._schedule.step_rows()]
-        for group in self._groups(rows):
+        seqs = [self._seqs[key] for key in self._schedule.step_sequences()]
+        for group in self._groups(seqs):
             self._decode_together(group)
         self._schedule.has_decoded(self.clock() - started)
 
-    def _groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+    def _groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
         try:
-            return self._model.groups(rows)
+            return self._model.groups(seqs)
         except Exception as error:
-            failed = next((row for row in rows if row.composed is None), None)  # they begin in order
+            failed = next((seq for seq in seqs if seq.composed is None), None)  # they begin in order
             if failed is None:
                 raise
             self._end(failed, "error", error)
-            return self._groups([row for row in rows if not row.is_ended])
+            return self._groups([seq for seq in seqs if not seq.is_ended])
 
-    def _decode_together(self, group: Sequence[Row]) -> None:
-        counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]
-        before = [row.num_cached for row in group]
+    def _decode_together(self, group: abc.Sequence[Sequence]) -> None:
+        counted = [None if seq.steps is not None or seq.cache is None else seq.cache.stats.snapshot() for seq in group]
+        before = [seq.num_cached for seq in group]
         try:
             if group[0].exact is not None:
                 step_exactly(self._model, group, self._chosen)
             else:
-                for row, logits in zip(group, self._model.decode_rows(group)):
-                    self._tell(row, logits)
+                for seq, logits in zip(group, self._model.decode_sequences(group)):
+                    self._notify(seq, logits)
         except Exception as error:
             if len(group) == 1:
                 self._end(group[0], "error", error)
                 return
-            for row, num_cached, counters in zip(group, before, counted):
-                is_told = row.is_ended or (row.exact is None and row.num_cached > num_cached)
-                if not is_told and not self._undo(row, counters):
-                    self._end(row, "error", error)
-            for row in group:  # the one that fails again ends
-                if not row.is_ended:
-                    self._decode_together([row])
+            for seq, num_cached, counters in zip(group, before, counted):
+                is_notified = seq.is_ended or (seq.exact is None and seq.num_cached > num_cached)
+                if not is_notified and not self._undo(seq, counters):
+                    self._end(seq, "error", error)
+            for seq in group:  # the one that fails again ends
+                if not seq.is_ended:
+                    self._decode_together([seq])
 
-    def _chosen(self, row: Row, logits: Logits) -> int | None:
-        """The token that the client chooses; None if the row has ended."""
-        self._tell(row, logits)
-        return None if row.is_ended else row.token
+    def _chosen(self, seq: Sequence, logits: Logits) -> int | None:
+        """The token that the client chooses; None if the sequence has ended."""
+        self._notify(seq, logits)
+        return None if seq.is_ended else seq.token
 
-    def _tell(self, row: Row, logits: Logits | None) -> None:
+    def _notify(self, seq: Sequence, logits: Logits | None) -> None:
         """Tell the client what is cached, and let it choose a token from the logits of the one that was fed, if any."""
-        assert row.cache is not None
+        assert seq.cache is not None
         try:
-            row.num_cached += logits is not None
-            row.output.read(row.num_cached)
+            seq.num_cached += logits is not None
+            seq.output.note_prefilled(seq.num_cached)
             if logits is not None:
-                row.state = "decoding"
-                row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
+                seq.state = "decoding"
+                seq.token, reason = seq.output.take(logits, seq.cache.stats.probe_s)
                 if reason:
-                    self._end(row, reason)
+                    self._end(seq, reason)
         except Exception as error:
-            self._end(row, "error", error)
+            self._end(seq, "error", error)
 
-    def _undo(self, row: Row, counters: Snapshot | None) -> bool:
-        """Forget what a failed pass has stored and counted; False if the row cannot."""
+    def _undo(self, seq: Sequence, counters: Snapshot | None) -> bool:
+        """Forget what a failed pass has stored and counted; False if the sequence cannot."""
         if counters is None:
-            self._model.recall(row)
+            self._model.recall(seq)
             return True
-        if row.cache is None or not row.request.plan.can_undo or not row.cache.can_undo:
+        if seq.cache is None or not seq.request.plan.can_undo or not seq.cache.can_undo:
             return False
-        row.cache.stats.set_back(counters)
-        row.cache.undo(row.num_cached)
+        seq.cache.stats.set_back(counters)
+        seq.cache.undo(seq.num_cached)
         return True
 
-    def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        if self._rows.pop(row.key, None) is not None:  # else it has ended, or was never queued
-            self._finish(row, reason, error)
+    def _end(self, seq: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+        if self._seqs.pop(seq.key, None) is not None:  # else it has ended, or was never queued
+            self._finish(seq, reason, error)
 
-    def _finish(self, row: Row, reason: FinishReason, error: BaseException | None) -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, error: BaseException | None) -> None:
         with suppress(KeyError):
-            self._schedule.remove(row.key)
-        if row.cache is not None:
+            self._schedule.remove(seq.key)
+        if seq.cache is not None:
             try:
-                self._model.leave(row)
-                row.report = CacheReport.of(row.cache)
+                self._model.leave(seq)
+                seq.report = CacheReport.of(seq.cache)
             except Exception as failure:  # of a method that describes itself
                 reason, error = "error", error or failure
-            self._give_back(row, row.cache)
-        if row.prefix is not None:
-            row.prefix.give_back(row)
-        if not row.holds:
-            self.pages.hold(row, [])
+            self._give_back(seq, seq.cache)
+        if seq.prefix is not None:
+            seq.prefix.give_back(seq)
+        if not seq.holds:
+            self.pages.hold(seq, [])
         self._trim()
-        row.finish_reason, row.error = reason, error
-        row.state = "ended"  # last, since whoever waits for it goes on now
-        row.on_end()
+        seq.finish_reason, seq.error = reason, error
+        seq.state = "ended"  # last, since whoever waits for it goes on now
+        seq.on_end()
 
-    def _give_back(self, row: Row, cache: SparseCache) -> None:
-        """Return the pages of a row, but those of a pinned prefix."""
-        row.cache = None
-        if row.prefix is None or row.prefix.user is not row or row.prefix.cache is not cache:
+    def _give_back(self, seq: Sequence, cache: SparseCache) -> None:
+        """Return the pages of a sequence, but those of a pinned prefix."""
+        seq.cache = None
+        if seq.prefix is None or seq.prefix.user is not seq or seq.prefix.cache is not cache:
             if cache.run.table is not None:
                 cache.run.table.close(0)
             return
         try:
-            row.prefix.is_spoiled = not self._model.rewind(cache)
+            seq.prefix.is_spoiled = not self._model.rewind(cache)
         except Exception:
-            row.prefix.is_spoiled = True
+            seq.prefix.is_spoiled = True
 
     def _trim(self) -> None:
         """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""
-        self.pages.trim(not self._rows)
+        self.pages.trim(not self._seqs)
 
 
 FULL = "too many requests are waiting. Try again when some of them have ended."

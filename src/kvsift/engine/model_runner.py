@@ -177,7 +177,7 @@ class ModelRunner(Uncopied):
         check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
         plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
-            if self.fast_path.enabled:  # all rows are cached together
+            if self.fast_path.enabled:  # all sequences are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
@@ -239,7 +239,7 @@ class ModelRunner(Uncopied):
         return self.fast_path.composed_reason(plan, self._model, self.generation_settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
-        """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
+        """Why a sequence under a plan has pages of its own; None if they may be in a pool with those of others."""
         return reason(PlanCase(plan, self.place), self.not_pooled)
 
     def release(self) -> None:
@@ -262,18 +262,18 @@ class ModelRunner(Uncopied):
         limits = self._rope_limits
         return None if limits is None else limits.least(limits.stepped(length))
 
-    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+    def new_cache(self, plan: Plan, reserve: int, seqs: Sequence[int] = (), length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``seqs`` of these lengths that are fed one by one.
 
         ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
 
         Raises:
-            InputError: if rows are to be kept in host memory, which has no room for them.
+            InputError: if sequences are to be kept in host memory, which has no room for them.
         """
-        if rows and self.place.in_host_memory and self.device.type == "cuda":
-            require_host_memory(self.directory, self.dtype, sum(rows), self.place)
+        if seqs and self.place.in_host_memory and self.device.type == "cuda":
+            require_host_memory(self.directory, self.dtype, sum(seqs), self.place)
         cache = make_drafting_cache(
-            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=seqs, placement=self.place
         )
         cache.run.kv = KVPool(steady=True) if self.deterministic else None
         cache.pin(self.rotation(reserve if length is None else length))

@@ -1,14 +1,14 @@
-"""The pages of all rows: the pool, the prefix cache over it, and the memory for both.
+"""The pages of all sequences: the pool, the prefix cache over it, and the memory for both.
 
-Every page has an owner (a row, a pinned prefix, the prefix cache or the captured steps), and as many references as it
-has owners (``Pages.faults``).
+Every page has an owner (a sequence, a pinned prefix, the prefix cache or the captured steps), and as many references as
+it has owners (``Pages.faults``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import perf_counter
 
@@ -16,8 +16,8 @@ import torch
 
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node, PrefixTree
-from kvsift.engine.row import Row
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.models.hf.cache import SparseCache
 from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_pool import PagePool, Run
@@ -27,12 +27,12 @@ OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 
 
 class Pages:
-    """The pages of all rows of a model. The thread of the engine alone changes them.
+    """The pages of all sequences of a model. The thread of the engine alone changes them.
 
     Args:
-        model: says what a row needs, and what memory there is.
+        model: says what a sequence needs, and what memory there is.
         grid: tokens of a chunk, which are shared as one.
-        keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
+        keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
 
     Attributes:
         kv: the pool.
@@ -40,7 +40,7 @@ class Pages:
         pinned: prefixes whose owners keep them.
     """
 
-    def __init__(self, model: RunnerRows, grid: int, keep_tokens: int) -> None:
+    def __init__(self, model: SequenceRunner, grid: int, keep_tokens: int) -> None:
         self._model, self._grid, self._keep_pages = model, grid, keep_tokens // model.page_size
         self.pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
         self.renew()
@@ -51,24 +51,25 @@ class Pages:
         self.tree = PrefixTree(self.kv.pages, self._grid)
 
     def counts(self) -> dict[str, int]:
-        """Pages by owner: "free", "kept" (complete chunks of prompts, for those that begin alike) or "rows" (those that
-        rows alone own)."""
+        """Pages by owner: "free", "kept" (complete chunks of prompts, for those that share a prefix) or "rows" (those
+        that sequences alone own)."""
         pages, kept = self.kv.pages, self.tree.num_pages
         free, loose = pages.num_free, sum(run.num_pages for run in self._model.runs(self.kv))
         return {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
 
-    def cost_of(self, row: Row) -> tuple[int, int]:
-        """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
-        length, num_pages = len(row.request.ids), self._model.pages_of(row)
-        if row.prefix is not None and row.prefix.cache is not None:
-            return length - row.prefix.length, num_pages - row.prefix.num_shared(row)
-        return length - self._grid * len(row.nodes), num_pages - sum(node.num_pages for node in row.nodes)
+    def cost_of(self, seq: Sequence) -> tuple[int, int]:
+        """Tokens of a prompt that are to be prefilled, and pages to be reserved, beside the chunks that the sequence
+        holds."""
+        length, num_pages = len(seq.request.ids), self._model.pages_of(seq)
+        if seq.prefix is not None and seq.prefix.cache is not None:
+            return length - seq.prefix.length, num_pages - seq.prefix.num_shared(seq)
+        return length - self._grid * len(seq.nodes), num_pages - sum(node.num_pages for node in seq.nodes)
 
-    def room(self, rows: Iterable[Row]) -> int:
-        """Pages that could be reserved now; where that is unknown, at least those that one of the rows needs."""
+    def room(self, seqs: Iterable[Sequence]) -> int:
+        """Pages that could be reserved now; where that is unknown, at least those that one of the sequences needs."""
         unused = self._model.room(self.kv)
         if unused is None:
-            unused = max(map(self._model.pages_of, rows), default=0)
+            unused = max(map(self._model.pages_of, seqs), default=0)
         return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + unused
 
     def _num_allocated(self) -> int:
@@ -76,53 +77,53 @@ class Pages:
         allocated = min((pool.keys.shape[1] for pool in self.kv.layers.values()), default=0)
         return max(allocated - self.kv.pages.num_pages, 0)
 
-    def found(self, row: Row) -> list[Node]:
-        """Chunks that a row begins with; its last token is read in any case."""
-        return [] if row.no_reuse else self.tree.find(row.root, row.request.ids[: len(row.request.ids) - 1])
+    def found(self, seq: Sequence) -> list[Node]:
+        """Chunks that a sequence begins with; its last token is prefilled in any case."""
+        return [] if seq.no_reuse else self.tree.find(seq.root, seq.request.ids[: len(seq.request.ids) - 1])
 
-    def hold(self, row: Row, nodes: Sequence[Node]) -> None:
-        """Keep these chunks for a row, instead of those that it has held."""
-        before, after = row.nodes, set(nodes)
-        self.tree.hold(nodes, row, perf_counter())
-        self.tree.let_go([node for node in before if node not in after], row)
-        row.nodes = list(nodes)
+    def hold(self, seq: Sequence, nodes: abc.Sequence[Node]) -> None:
+        """Keep these chunks for a sequence, instead of those that it has held."""
+        before, after = seq.nodes, set(nodes)
+        self.tree.hold(nodes, seq, perf_counter())
+        self.tree.let_go([node for node in before if node not in after], seq)
+        seq.nodes = list(nodes)
 
-    def seal(self, row: Row) -> None:
-        """Share the chunks that a row has completed."""
-        cache, pages = row.cache, self._grid // self._model.page_size
+    def seal(self, seq: Sequence) -> None:
+        """Share the chunks that a sequence has completed."""
+        cache, pages = seq.cache, self._grid // self._model.page_size
         assert cache is not None
         if not cache.can_undo:
-            row.no_reuse = "the model has layers that drop tokens"
+            seq.no_reuse = "the model has layers that drop tokens"
             return
-        kinds, ids = frozenset(row.request.plan.summaries), row.request.ids
-        for stop in range(self._grid * (len(row.nodes) + 1), row.num_cached + 1, self._grid):
+        kinds, ids = frozenset(seq.request.plan.summaries), seq.request.ids
+        for stop in range(self._grid * (len(seq.nodes) + 1), seq.num_cached + 1, self._grid):
             first, chunk = stop // self._model.page_size - pages, ids[stop - self._grid : stop]
-            before = row.nodes[-1] if row.nodes else None
+            before = seq.nodes[-1] if seq.nodes else None
             runs, sealed, now = cache.table.runs_between(0, first, first + pages), cache.sealed(stop), perf_counter()
-            row.nodes.append(self.tree.seal(row.root, before, chunk, runs, kinds, now, sealed))
-            self.tree.hold(row.nodes[-1:], row, now)  # what it holds is always among its nodes
+            seq.nodes.append(self.tree.seal(seq.root, before, chunk, runs, kinds, now, sealed))
+            self.tree.hold(seq.nodes[-1:], seq, now)  # what it holds is always among its nodes
         self._maintain(cache)
 
-    def adopt(self, row: Row, cache: SparseCache) -> None:
-        """Let the cache of a row begin with the chunks that it holds."""
-        kinds = frozenset(row.request.plan.summaries)
-        is_stale = any(kinds - node.kinds for node in row.nodes)
-        self._model.adopt(cache, self._grid * len(row.nodes), is_stale, self._grid, row.nodes[-1].sealed)
-        for node in row.nodes:
+    def adopt(self, seq: Sequence, cache: SparseCache) -> None:
+        """Let the cache of a sequence begin with the chunks that it holds."""
+        kinds = frozenset(seq.request.plan.summaries)
+        is_stale = any(kinds - node.kinds for node in seq.nodes)
+        self._model.adopt(cache, self._grid * len(seq.nodes), is_stale, self._grid, seq.nodes[-1].sealed)
+        for node in seq.nodes:
             node.kinds |= kinds
         self.tree.kinds |= kinds
         self._maintain(cache)
 
     def _maintain(self, cache: SparseCache) -> None:
-        """Keep the summaries of shared pages when the rows that wrote them are gone."""
+        """Keep the summaries of shared pages when the sequences that wrote them are gone."""
         for attention in cache.attentions:
             self.kv.layers[attention.shape.layer].maintain(self.tree, self.tree.kinds)
 
-    def fill(self, table: PageTable, row: Row) -> None:
-        """Begin a table with the chunks that a row holds, and reserve its pages: if there is less memory than it
+    def fill(self, table: PageTable, seq: Sequence) -> None:
+        """Begin a table with the chunks that a sequence holds, and reserve its pages: if there is less memory than it
         seemed, those of old prompts."""
-        num_pages = self._model.pages_of(row)
-        table.adopt(0, [run for node in row.nodes for run in node.runs])
+        num_pages = self._model.pages_of(seq)
+        table.adopt(0, [run for node in seq.nodes for run in node.runs])
         try:
             self.reserve(table, num_pages)
         except OUT_OF_MEMORY:
@@ -131,8 +132,8 @@ class Pages:
             self.reserve(table, num_pages, grows=False)
 
     def reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
-        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go. Others will follow
-        if the pool ``grows``."""
+        """Reserve the pages of a sequence, and the memory for them, for which old prompts may have to go. Others will
+        follow if the pool ``grows``."""
         room = self._model.room(self.kv)
         missing = num_pages - table.num_pages(0)
         present = self.kv.pages.num_free + self._num_allocated()
@@ -146,20 +147,20 @@ class Pages:
                 _fit(pools, self._model.spare(self.kv) if grows else 0)
             except OUT_OF_MEMORY:
                 _fit(pools, 0)
-        except BaseException:  # or the rows that run would be the next to fail
+        except BaseException:  # or the sequences that run would be the next to fail
             table.release_spare(0)
             self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
             raise
 
-    def allocate(self, kinds: Iterable[str], max_rows: int, num_pages: int | None) -> None:
-        """Allocate pages with these kinds of summary: by default what so many rows need at most, with the prompts that
-        are kept. There may be room for fewer."""
+    def allocate(self, kinds: Iterable[str], max_seqs: int, num_pages: int | None) -> None:
+        """Allocate pages with these kinds of summary: by default what so many sequences need at most, with the prompts
+        that are kept. There may be room for fewer."""
         longest, room = self._model.longest, self.room(())
         self.tree.kinds |= frozenset(kinds)
         for pool in self.kv.layers.values():
             pool.maintain(self.tree, self.tree.kinds)
         if num_pages is None:
-            num_pages = room if longest is None else max_rows * longest + self._keep_pages
+            num_pages = room if longest is None else max_seqs * longest + self._keep_pages
         table = PageTable(1, self.kv)
         try:
             with suppress(*OUT_OF_MEMORY):  # the counts tell what there is
@@ -174,8 +175,8 @@ class Pages:
         return self.tree.drop(num_pages, perf_counter())
 
     def pin(self, prefix: PinnedPrefix, cache: SparseCache, on_end: Callable[[Callable[[], None]], object]) -> None:
-        """Keep a cache, whose tokens are those of a prefix, for rows that begin with it. When the owner lets go of the
-        prefix, ``on_end`` is given what returns its pages."""
+        """Keep a cache, whose tokens are those of a prefix, for sequences that begin with it. When the owner lets go of
+        the prefix, ``on_end`` is given what returns its pages."""
         cache.restart_stats()
         cache.mark()
         prefix.cache, prefix.forks = cache, self._model.forks(cache)
@@ -184,7 +185,7 @@ class Pages:
         weakref.finalize(prefix, on_end, _nothing if table is None else table.clear).atexit = False
 
     def trim(self, is_idle: bool) -> None:
-        """Drop prompts beyond those that are kept; without a row and without any, the memory is given back."""
+        """Drop prompts beyond those that are kept; without a sequence and without any, the memory is given back."""
         excess = self.tree.droppable() - self._keep_pages
         if excess > 0:
             self.drop(excess)
@@ -196,10 +197,10 @@ class Pages:
         tables = [prefix.cache.run.table for prefix in self.pinned if prefix.cache is not None]
         return any(table is not None and table.kv is self.kv for table in tables)
 
-    def faults(self, rows: Iterable[Row]) -> list[str]:
-        """What is wrong with the references to pages, given all rows (``faults_of``)."""
+    def faults(self, seqs: Iterable[Sequence]) -> list[str]:
+        """What is wrong with the references to pages, given all sequences (``faults_of``)."""
         _ = self.kv.pages.num_free  # pages of owners that are gone are returned now
-        caches = [row.cache for row in rows] + [prefix.cache for prefix in self.pinned]
+        caches = [seq.cache for seq in seqs] + [prefix.cache for prefix in self.pinned]
         tables = {id(cache): cache.run.table for cache in caches if cache is not None}.values()
         owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
         return faults_of(self.kv.pages, [*owned, *self.tree.runs, *self._model.runs(self.kv)])
@@ -219,7 +220,7 @@ def faults_of(pool: PagePool, owned: Iterable[Run]) -> list[str]:
     return faults
 
 
-def _fit(pools: Sequence[LayerPool], spare: int) -> None:
+def _fit(pools: abc.Sequence[LayerPool], spare: int) -> None:
     for pool in pools:
         with pool.lock:
             pool.fit(exactly=True, spare=spare)

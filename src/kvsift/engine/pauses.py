@@ -1,4 +1,4 @@
-"""Pauses in a chunk of a prompt, in which rows that decode get a token."""
+"""Pauses in a chunk of a prompt, in which sequences that decode get a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PAUSE_S = 0.1  # of a chunk, between two pauses
 
 
 class Pauses:
-    """Pauses of one chunk: no row waits longer for its next token than for ``PAUSE_S`` and a layer.
+    """Pauses of one chunk: no sequence waits longer for its next token than for ``PAUSE_S`` and a layer.
 
     The chunk is computed as it would be without them. What decoding is owed for it beyond these tokens comes after it.
 

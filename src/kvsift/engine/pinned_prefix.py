@@ -15,17 +15,18 @@ class PrefixSpoiled(Exception):
 
 
 class PinnedPrefix:
-    """Cached tokens with which rows begin. The thread of the loop alone changes it.
+    """Cached tokens with which sequences begin. The thread of the loop alone changes it.
 
-    One row at a time continues in the prefix's own cache, which is rolled back when the row ends. Others continue in
-    copies, which share its full pages, where the cache can be copied (``forks``), and wait for it elsewhere.
+    One sequence at a time continues in the prefix's own cache, which is rolled back when the sequence ends. Others
+    continue in copies, which share its full pages, where the cache can be copied (``forks``), and wait for it
+    elsewhere.
 
     Attributes:
         length: tokens of the prefix.
         cache: of the prefix; None until it is prefilled.
-        user: the row that continues in the cache, or a lease; None if it is free.
-        forks: rows may continue in copies.
-        is_spoiled: no row can begin with it any more (``PrefixSpoiled``).
+        user: the sequence that continues in the cache, or a lease; None if it is free.
+        forks: sequences may continue in copies.
+        is_spoiled: no sequence can begin with it any more (``PrefixSpoiled``).
         is_lent: a client has had the cache to itself, and may have gone on in it.
         build_s: seconds in which what decode needs was built when the prefix was prefilled.
     """
@@ -38,12 +39,12 @@ class PinnedPrefix:
         self.build_s = 0.0
         self._waiting: deque[tuple[object, Callable[[], object]]] = deque()
 
-    def take(self, row: object, again: Callable[[], object]) -> bool:
-        """Let a row continue in the cache or in a copy of it; False if it must wait, until ``again`` is called."""
+    def take(self, seq: object, again: Callable[[], object]) -> bool:
+        """Let a sequence continue in the cache or in a copy of it; False if it must wait, until ``again`` is called."""
         if self.user is None:
-            self.user = row
-        elif self.user is not row and not self.forks:
-            self._waiting.append((row, again))
+            self.user = seq
+        elif self.user is not seq and not self.forks:
+            self._waiting.append((seq, again))
             return False
         return True
 
@@ -56,7 +57,7 @@ class PinnedPrefix:
             self._waiting.append((lease, partial(self.lease, lease, granted)))
 
     def give_back(self, user: object) -> None:
-        """Note that a row or a lease has ended, and let the next one begin that waits."""
+        """Note that a sequence or a lease has ended, and let the next one begin that waits."""
         self._waiting = deque(each for each in self._waiting if each[0] is not user)
         if self.user is user:
             self.user = None
@@ -65,16 +66,16 @@ class PinnedPrefix:
                 again()
 
     def fail(self) -> None:
-        """End all waiting after a fault, which has ended all rows: leases are granted, and find it spoiled."""
+        """End all waiting after a fault, which has ended all sequences: leases are granted, and find it spoiled."""
         self.is_spoiled, self.user = True, None
         waiting, self._waiting = self._waiting, deque()
         for _, again in waiting:
             if isinstance(again, partial) and again.func == self.lease:
                 again()
 
-    def num_shared(self, row: object) -> int:
-        """Pages of a row that are those of the prefix, or reserved behind them."""
+    def num_shared(self, seq: object) -> int:
+        """Pages of a sequence that are those of the prefix, or reserved behind them."""
         table = None if self.cache is None else self.cache.run.table
         if self.cache is None or table is None:
             return 0
-        return table.rows[0].num_reserved if self.user is row else self.length // self.cache.page_size
+        return table.rows[0].num_reserved if self.user is seq else self.length // self.cache.page_size

@@ -1,7 +1,8 @@
-"""Prompts that were read before: chunks of pages, found by the tokens that lead to them.
+"""Prompts that were prefilled before: chunks of pages, found by the tokens that lead to them.
 
-A chunk is ``grid`` tokens, of which the keys depend on the tokens before them alone, so rows whose prompts begin alike
-share its pages. Its name is a hash of its tokens and of the name of the chunk before it; the tokens are compared, too.
+A chunk is ``grid`` tokens, of which the keys depend on the tokens before them alone, so sequences whose prompts begin
+alike share its pages. Its name is a hash of its tokens and of the name of the chunk before it; the tokens are compared,
+too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvsift.stores.page_pool import PagePool, Run
 
 @dataclass(eq=False)
 class Node:
-    """A chunk that was read.
+    """A chunk that was prefilled.
 
     Attributes:
         name: of the chain of chunks up to this one.
@@ -74,7 +75,8 @@ class PrefixTree:
         return [run for node in self._nodes.values() for run in node.runs]
 
     def find(self, root: bytes, ids: Sequence[int]) -> list[Node]:
-        """The chunks that a prompt begins with, as far as they were read; ``root`` names what else keys depend on."""
+        """The chunks that a prompt begins with, as far as they were prefilled; ``root`` names what else keys depend
+        on."""
         found: list[Node] = []
         for name, chunk in chain(root, ids, self.grid):
             node = self._nodes.get(name)
@@ -109,7 +111,7 @@ class PrefixTree:
         return node
 
     def droppable(self) -> int:
-        """Pages that ``drop`` could free: of chunks that neither a row nor a chunk behind them needs."""
+        """Pages that ``drop`` could free: of chunks that neither a sequence nor a chunk behind them needs."""
         held: set[bytes] = set()
         for node in self._nodes.values():
             if node.users:

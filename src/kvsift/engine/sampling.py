@@ -22,7 +22,7 @@ BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 NO_TOKEN = -1  # instead of a token, where captured steps had logits that are NaN or infinite
-Choice = Literal["greedy", "drawn", "nucleus"]  # of the tokens of several rows; nucleus: some have a top_p below 1
+Choice = Literal["greedy", "drawn", "nucleus"]  # of the tokens of several sequences; nucleus: some have a top_p below 1
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
@@ -75,7 +75,7 @@ def _is_number(value: object) -> bool:
 
 
 def choice_of(samplings: Iterable[Sampling]) -> Choice:
-    """Return how the tokens of rows with these samplings are chosen together."""
+    """Return how the tokens of sequences with these samplings are chosen together."""
     drawn = [sampling for sampling in samplings if sampling.temperature > 0]
     return "nucleus" if any(sampling.top_p < 1 for sampling in drawn) else "drawn" if drawn else "greedy"
 
@@ -200,19 +200,19 @@ class ConstrainedChooser:
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Draw a token for every row: the largest logarithm of a probability plus Gumbel noise of its own.
+    """Draw a token for every sequence: the largest logarithm of a probability plus Gumbel noise of its own.
 
-    The noise of a token is made of the row's random number and the token alone, so that two rows of nearly the same
-    logits and the same number nearly always draw the same token: drafts of exact decoding come true.
+    The noise of a token is made of the sequence's random number and the token alone, so that two sequences of nearly
+    the same logits and the same number nearly always draw the same token: drafts of exact decoding come true.
 
     Args:
-        logits: float32 [rows, vocabulary].
-        temperature: float64 [rows]; 0 chooses the likeliest.
-        noise: int64 [rows], random.
-        top_p: float64 [rows]; sorts the logits, and without it any token may be drawn.
+        logits: float32 [sequences, vocabulary].
+        temperature: float64 [sequences]; 0 chooses the likeliest.
+        noise: int64 [sequences], random.
+        top_p: float64 [sequences]; sorts the logits, and without it any token may be drawn.
 
     Returns:
-        The tokens, int64 [rows], and the largest logits, float32 [rows].
+        The tokens, int64 [sequences], and the largest logits, float32 [sequences].
     """
     best, greedy = likeliest(logits)
     # differences are at most 0, so division by any positive temperature is safe
@@ -225,10 +225,11 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | Non
 
 
 def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Whether more likely tokens, or earlier ones as likely, reach ``top_p`` [rows]; bool [rows, vocabulary]."""
+    """Whether more likely tokens, or earlier ones as likely, reach ``top_p`` [sequences]; bool [sequences,
+    vocabulary]."""
     order = logits.sort(dim=-1, descending=True, stable=True)
     probability = scaled.gather(1, order.indices).softmax(-1)
-    # a single row would be added up in another order than one beside others
+    # a single sequence would be added up in another order than one beside others
     summed = (torch.cat([probability, probability]) if len(scaled) == 1 else probability).cumsum(-1)[: len(scaled)]
     outside = summed - probability >= top_p.unsqueeze(1)
     return torch.empty_like(outside).scatter_(-1, order.indices, outside)
@@ -251,7 +252,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest logits and the first token that has them; [batch, vocabulary] -> [batch], int64 [batch].
     NaN counts as larger than any number.
 
-    In two steps, since a GPU reduces each row on a single multiprocessor.
+    In two steps, since a GPU reduces each sequence on a single multiprocessor.
     """
     vocabulary = logits.shape[-1]
     parts = next(number for number in (256, 128, 64, 1) if vocabulary % number == 0)

@@ -1,6 +1,6 @@
 """Scheduler of the engine loop: what runs next, a decode step or a chunk of one prompt, and whose.
 
-It neither reads a clock nor runs anything, so the same history gives the same decisions. Rows are never preempted:
+It neither reads a clock nor runs anything, so the same history gives the same decisions. Sequences are never preempted:
 admission reserves the pages of prompt and answer. Whatever is said of a client holds for all its requests together.
 
 **Prefill.** Clients take turns chunk by chunk (``Turns``). A turn costs the tokens of the chunk, but at least
@@ -14,21 +14,22 @@ those of the decode share. In general, let w be what the client of a request pay
 last chunk: every other client pays at most w and two chunks meanwhile. Time in which the client lacks a place or pages
 comes on top.
 
-**Places.** ``max_rows`` rows decode in a step. Up to twice as many are open, so that clients find a place beside long
-answers: a client opens a further row only if more places are free than it has rows. If more rows decode than a step
-takes, clients take turns at its places, and each places those of its rows first that have paused longest. A place is
-taken for ``PLACED_STEPS`` steps. A row that has none keeps its pages.
+**Places.** ``max_seqs`` sequences decode in a step. Up to twice as many are open, so that clients find a place beside
+long answers: a client opens a further sequence only if more places are free than it has sequences. If more sequences
+decode than a step takes, clients take turns at its places, and each places those of its sequences first that have
+paused longest. A place is taken for ``PLACED_STEPS`` steps. A sequence that has none keeps its pages.
 
-**Pages.** A client that has a row is admitted again only if an eighth of all pages is free afterwards. A client without
-a row whose pages are not free is passed by ``overtakes`` requests of others; then nobody is admitted before it.
+**Pages.** A client that has a sequence is admitted again only if an eighth of all pages is free afterwards. A client
+without a sequence whose pages are not free is passed by ``overtakes`` requests of others; then nobody is admitted
+before it.
 
 **Decode share.** After a chunk of T seconds, decode steps run until they have taken T * share / (1 - share) seconds,
-and at least one step does. In every window in which a row decodes, therefore,
+and at least one step does. In every window in which a sequence decodes, therefore,
 
-    decode seconds >= (read seconds - those of the longest chunk) * share / (1 - share)
+    decode seconds >= (prefill seconds - those of the longest chunk) * share / (1 - share)
 
-and a gap between two steps is at most one chunk and one step; ``pauses.py`` makes it shorter. Without a row that
-decodes, chunks run back to back; without a prompt to read, steps do.
+and a gap between two steps is at most one chunk and one step; ``pauses.py`` makes it shorter. Without a sequence that
+decodes, chunks run back to back; without a prompt to prefill, steps do.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from typing import NamedTuple
 
 from kvsift.engine.clients import Account, ScheduledRequest, Turns
 
-OPEN_ROWS = 2  # for one that decodes in a step; a group of captured rows has as many (``engine.graphs.session``)
-PLACED_STEPS = 16  # as captured steps are assigned anew where rows change
-LEFT_PAGES = 8  # one of so many pages is left to clients without a row
+OPEN_SEQUENCES = 2  # for one that decodes in a step; a captured group has as many (``engine.graphs.session``)
+PLACED_STEPS = 16  # as captured steps are assigned anew where sequences change
+LEFT_PAGES = 8  # one of so many pages is left to clients without a sequence
 
 
 class Decision(NamedTuple):
@@ -49,51 +50,52 @@ class Decision(NamedTuple):
     Whether decoding has had its share is known only after a step, so a chunk is decided after it.
 
     Attributes:
-        admit: the request that gets a row before the launch; always also ``read``.
-        read: the row whose next chunk is read.
-        decode: whether rows decode one token.
+        admit: the request that gets a sequence before the launch; always also ``prefill``.
+        prefill: the sequence whose next chunk is prefilled.
+        decode: whether sequences decode one token.
     """
 
     admit: int | None = None
-    read: int | None = None
+    prefill: int | None = None
     decode: bool = False
 
 
 class Schedule:
-    """Requests from arrival to end: waiting, reading, decoding.
+    """Requests from arrival to end: waiting, prefilling, decoding.
 
-    Every decision is carried out and reported, by ``has_read`` or ``has_decoded``, before the next one is asked for.
+    Every decision is carried out and reported, by ``has_prefilled`` or ``has_decoded``, before the next one is asked
+    for.
 
     Args:
-        max_rows: rows that decode in one step.
-        grid: tokens of a chunk. A request with at most as many tokens to compute is read in one chunk.
-        decode_share: share of the time that decoding is owed while prompts are read, below 1.
+        max_seqs: sequences that decode in one step.
+        grid: tokens of a chunk. A request with at most as many tokens to compute is prefilled in one chunk.
+        decode_share: share of the time that decoding is owed while prompts are prefilled, below 1.
         max_waiting: requests that may wait.
         overtakes: short requests that may pass a longer one of their client between two of its chunks, and requests of
             others that may pass one which lacks pages.
     """
 
     def __init__(
-        self, max_rows: int, grid: int, decode_share: float = 0.5, max_waiting: int = 4096, overtakes: int = 4
+        self, max_seqs: int, grid: int, decode_share: float = 0.5, max_waiting: int = 4096, overtakes: int = 4
     ) -> None:
-        if min(max_rows, grid, max_waiting, overtakes) < 1 or not 0 <= decode_share < 1:
+        if min(max_seqs, grid, max_waiting, overtakes) < 1 or not 0 <= decode_share < 1:
             raise ValueError(
-                f"{max_rows=}, {grid=}, {max_waiting=} and {overtakes=} must be at least 1, "
+                f"{max_seqs=}, {grid=}, {max_waiting=} and {overtakes=} must be at least 1, "
                 f"and {decode_share=} in [0, 1)"
             )
-        self._max_rows = max_rows
+        self._max_seqs = max_seqs
         self._grid = grid
         self._max_waiting = max_waiting
         self._overtakes = overtakes
-        self._decode_per_read = decode_share / (1 - decode_share)  # seconds owed per second of a chunk
+        self._decode_per_prefill = decode_share / (1 - decode_share)  # seconds owed per second of a chunk
         self._owed = 0.0  # seconds
-        self._must_decode = False  # before the next chunk, if a row decodes
+        self._must_decode = False  # before the next chunk, if a sequence decodes
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[int, Account] = {}  # by key; and so on
-        self._reading: dict[int, Account] = {}
+        self._prefilling: dict[int, Account] = {}
         self._decoding: dict[int, Account] = {}
         self._prefill_turns, self._place_turns = Turns(), Turns()
-        self._placed: set[int] = set()  # of the rows that decode, if not all
+        self._placed: set[int] = set()  # of the sequences that decode, if not all
         self._steps_left = 0  # before places are taken anew
 
     @property
@@ -102,9 +104,9 @@ class Schedule:
         return tuple(self._waiting)
 
     @property
-    def reading(self) -> tuple[int, ...]:
-        """Keys of the rows whose prompts are partly read, in order of admission."""
-        return tuple(self._reading)
+    def prefilling(self) -> tuple[int, ...]:
+        """Keys of the sequences whose prompts are partly prefilled, in order of admission."""
+        return tuple(self._prefilling)
 
     @property
     def decoding(self) -> tuple[int, ...]:
@@ -115,7 +117,9 @@ class Schedule:
     def backlog(self) -> int:
         """Prompt tokens still to be computed, of requests that wait or read."""
         accounts = self._accounts.values()
-        return sum(request.tokens for each in accounts for request in (*each.waiting.values(), *each.reading.values()))
+        return sum(
+            request.tokens for each in accounts for request in (*each.waiting.values(), *each.prefilling.values())
+        )
 
     def add(self, key: int, client: str, tokens: int, pages: int) -> bool:
         """Put a request in the queue, unless that is full.
@@ -130,7 +134,7 @@ class Schedule:
             False if the queue is full; the request is then unknown to the scheduler.
         """
         assert tokens >= 1, "the last token of a prompt is always computed"
-        known = self._waiting, self._reading, self._decoding
+        known = self._waiting, self._prefilling, self._decoding
         assert not any(key in keys for keys in known), f"request {key} has been added before"
         if len(self._waiting) >= self._max_waiting:
             return False
@@ -160,34 +164,34 @@ class Schedule:
         client = self._prefill_turns.choose(costs)
         account, request = self._accounts[client], requests[client]
         if not account.prefills(request):
-            return Decision(read=request.key)
-        self._reading[request.key] = self._waiting.pop(request.key)
+            return Decision(prefill=request.key)
+        self._prefilling[request.key] = self._waiting.pop(request.key)
         for other in self._accounts.values():
             if other.name not in requests and other.head is not None and not other.num_open:
                 other.head.passed += 1
-        return Decision(admit=request.key, read=request.key)
+        return Decision(admit=request.key, prefill=request.key)
 
-    def has_read(self, key: int, tokens: int, seconds: float, done: bool) -> None:
+    def has_prefilled(self, key: int, tokens: int, seconds: float, done: bool) -> None:
         """Record a chunk.
 
         Args:
-            key: the row; one that was removed while its chunk ran still costs the time.
-            tokens: prompt tokens by which the row advanced, reused ones included.
-            done: the prompt is complete: the row decodes from the next step on.
+            key: the sequence; one that was removed while its chunk ran still costs the time.
+            tokens: prompt tokens by which the sequence advanced, reused ones included.
+            done: the prompt is complete: the sequence decodes from the next step on.
         """
-        self._owed = seconds * self._decode_per_read
+        self._owed = seconds * self._decode_per_prefill
         self._must_decode = True
-        if (account := self._reading.get(key)) is None:
+        if (account := self._prefilling.get(key)) is None:
             return
         if done:
-            self._decoding[key] = self._reading.pop(key)
-            account.decoding[key] = account.reading.pop(key)
+            self._decoding[key] = self._prefilling.pop(key)
+            account.decoding[key] = account.prefilling.pop(key)
         else:
-            account.reading[key].tokens -= tokens
+            account.prefilling[key].tokens -= tokens
 
-    def step_rows(self) -> tuple[int, ...]:
-        """Place rows for a decode step; returns their keys in the order of ``decoding``."""
-        if len(self._decoding) <= self._max_rows:
+    def step_sequences(self) -> tuple[int, ...]:
+        """Place sequences for a decode step; returns their keys in the order of ``decoding``."""
+        if len(self._decoding) <= self._max_seqs:
             self._placed.clear()
             self._steps_left = 0
             return self.decoding
@@ -195,7 +199,7 @@ class Schedule:
             self._placed.clear()
             self._steps_left = PLACED_STEPS
         self._steps_left -= 1
-        while len(self._placed) < self._max_rows:
+        while len(self._placed) < self._max_seqs:
             paused = {self._decoding[key].name: 1 for key in self._decoding if key not in self._placed}
             account = self._accounts[self._place_turns.choose(paused)]
             key = next(key for key in account.decoding if key not in self._placed)
@@ -214,7 +218,7 @@ class Schedule:
         Raises:
             KeyError: the request is unknown, or has been removed before.
         """
-        keys = next((keys for keys in (self._waiting, self._reading) if key in keys), self._decoding)
+        keys = next((keys for keys in (self._waiting, self._prefilling) if key in keys), self._decoding)
         account = keys.pop(key)
         self._placed.discard(key)
         if not account.remove(key):
@@ -227,7 +231,7 @@ class Schedule:
         accounts = self._accounts.values()
         heads = (account.head for account in accounts if not account.num_open)
         first = next((head for head in heads if head is not None and head.passed >= self._overtakes), None)
-        free = OPEN_ROWS * self._max_rows - len(self._reading) - len(self._decoding)
+        free = OPEN_SEQUENCES * self._max_seqs - len(self._prefilling) - len(self._decoding)
         left = (room + sum(account.open_pages for account in accounts)) // LEFT_PAGES
 
         def fits(account: Account, request: ScheduledRequest) -> bool:

@@ -33,8 +33,9 @@ class EngineThread(ABC):
         turn: held during a step.
 
     Attributes:
-        after_step: called in the thread after every step, and within one, where rows decode in the middle of a chunk.
-        on_fault: called with an exception that no row explains; by default all rows end with it.
+        after_step: called in the thread after every step, and within one, where sequences decode in the middle of a
+            chunk.
+        on_fault: called with an exception that no sequence explains; by default all sequences end with it.
         step_started: when the present step began, by ``perf_counter``; None between steps.
     """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.request import Request
-from kvsift.engine.row import FinishReason
+from kvsift.engine.sequence import FinishReason
 from kvsift.tokenization.growing_text import common_length
 from kvsift.tokenization.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
 
@@ -156,27 +156,28 @@ def undecided(text: str, stops: Sequence[str] = ()) -> int:
 
 
 class TextOutput:
-    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
+    """A ``SequenceOutput`` that keeps a transcript, of its own unless one is given.
 
     Attributes:
         transcript: of the answer.
-        num_read: tokens of the prompt that are cached.
-        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
+        num_prefilled: tokens of the prompt that are cached.
+        notify: called with every new piece of text, and "" when more of the prompt was prefilled; None: nobody waits
+            for them.
     """
 
     def __init__(
         self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
     ) -> None:
         self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
-        self.num_read = 0
-        self.tell: Callable[[str], None] | None = None
+        self.num_prefilled = 0
+        self.notify: Callable[[str], None] | None = None
         self._chooser = request.chooser(device)
 
-    def read(self, num_tokens: int) -> None:
-        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
-            self.num_read = num_tokens
-            self.tell("")
-        self.num_read = num_tokens
+    def note_prefilled(self, num_tokens: int) -> None:
+        if self.notify is not None and num_tokens != self.num_prefilled and not self.transcript.new_ids:
+            self.num_prefilled = num_tokens
+            self.notify("")
+        self.num_prefilled = num_tokens
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
         return self._chooser.foresee(logits, ahead)
@@ -193,5 +194,5 @@ class TextOutput:
 
     def pass_on(self, token: int, piece: str) -> None:
         """Give the client a token of the transcript, and the text that is certain since then."""
-        if piece and self.tell is not None:
-            self.tell(piece)
+        if piece and self.notify is not None:
+            self.notify(piece)

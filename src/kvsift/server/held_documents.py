@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvsift.api.llm import LLM
 from kvsift.engine.request import Request
-from kvsift.engine.row import FinishReason, Row
+from kvsift.engine.sequence import FinishReason, Sequence
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
@@ -29,10 +30,10 @@ Question = TypeVar("Question")
 
 
 class DocumentPrefill:
-    """A ``RowOutput`` that ends with prefill.
+    """A ``SequenceOutput`` that ends with prefill.
 
     Args:
-        on_end: called then, while the row has its cache.
+        on_end: called then, while the sequence has its cache.
 
     Attributes:
         num_prefilled: tokens that are cached.
@@ -41,7 +42,7 @@ class DocumentPrefill:
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.num_prefilled, self._on_end = 0, on_end
 
-    def read(self, num_tokens: int) -> None:
+    def note_prefilled(self, num_tokens: int) -> None:
         """Keep the progress of prefill."""
         self.num_prefilled = num_tokens
 
@@ -60,7 +61,7 @@ class HeldDocument(Generic[Question]):
     """A document and the questions that wait for it.
 
     Attributes:
-        row: that prefills it, and holds its chunks; None before.
+        seq: that prefills it, and holds its chunks; None before.
         kept: file of its prefill; None: none is kept.
         num_prefilled, num_reported: tokens that are cached, and those that the server was notified of.
         error: why it cannot be asked about; empty if it can.
@@ -72,7 +73,7 @@ class HeldDocument(Generic[Question]):
     client: str
     salt: str
     kept: Path | None = None
-    row: Row | None = None
+    seq: Sequence | None = None
     output: DocumentPrefill | None = None
     tokens: int = 0
     num_reported: int = 0
@@ -105,7 +106,7 @@ class HeldDocuments(Generic[Question]):
         self._llm, self._form, self._limit, self._plan, self._send = llm, form, limit, plan, send
         self._begin, self._refuse = begin, refuse
         self._held: dict[str, HeldDocument[Question]] = {}
-        self._in_prefill: dict[HeldDocument[Question], Row] = {}  # those whose rows have not ended
+        self._in_prefill: dict[HeldDocument[Question], Sequence] = {}  # those whose sequences have not ended
         self._queue: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
         self._lock = Lock()
         Thread(target=self._prefill_all, daemon=True).start()
@@ -130,8 +131,8 @@ class HeldDocuments(Generic[Question]):
         document = self._held.pop(key, None)
         if document is not None:
             self._settle(document, DELETED)
-            if document.row is not None:
-                self._llm.loop.close(document.row)
+            if document.seq is not None:
+                self._llm.loop.close(document.seq)
         return document
 
     def text(self, key: str) -> tuple[str, GrowingText]:
@@ -162,9 +163,9 @@ class HeldDocuments(Generic[Question]):
 
     def report(self) -> None:
         """Notify the server of the progress that a step has made."""
-        for document, row in [*self._in_prefill.items()]:
+        for document, seq in [*self._in_prefill.items()]:
             try:
-                self._report(document, row)
+                self._report(document, seq)
             except Exception as error:
                 self._fail(document, error)
 
@@ -172,29 +173,29 @@ class HeldDocuments(Generic[Question]):
         """End a document that fails before or during prefill; others continue."""
         if not isinstance(error, InputError):
             traceback.print_exception(error)
-        if document.row is not None:
-            self._llm.loop.close(document.row)
+        if document.seq is not None:
+            self._llm.loop.close(document.seq)
         self._in_prefill.pop(document, None)
         document.is_settled = False
         self._settle(document, _reason(error))
 
-    def _report(self, document: HeldDocument[Question], row: Row) -> None:
-        ended = row.is_ended  # before its progress is fetched
+    def _report(self, document: HeldDocument[Question], seq: Sequence) -> None:
+        ended = seq.is_ended  # before its progress is fetched
         if ended:
-            error = row.error
+            error = seq.error
             if error is not None and not isinstance(error, InputError):
                 traceback.print_exception(error)
             self._in_prefill.pop(document, None)
-            if error is not None and row.source is not None and document.kept is not None:
+            if error is not None and seq.source is not None and document.kept is not None:
                 drop(document.kept, _reason(error))  # and it is prefilled from its text
                 if document.kept.exists():  # it would be tried again
                     document.kept = None
                 self._queue.put(document)
             else:
                 self._settle(document, "" if error is None else _reason(error))
-        elif row.no_reuse:  # every question prefills it again
+        elif seq.no_reuse:  # every question prefills it again
             self._in_prefill.pop(document, None)
-            self._llm.loop.close(row)
+            self._llm.loop.close(seq)
             self._settle(document, "")
         elif document.num_prefilled != document.num_reported:
             document.num_reported = document.num_prefilled
@@ -212,47 +213,47 @@ class HeldDocuments(Generic[Question]):
 
     def _prefill(self, document: HeldDocument[Question]) -> None:
         self._notify(document, "reading")
-        row = self._row(document)
-        document.row, document.tokens = row, len(row.request.ids)
-        self._in_prefill[document] = row
+        seq = self._seq(document)
+        document.seq, document.tokens = seq, len(seq.request.ids)
+        self._in_prefill[document] = seq
         self._notify(document, "reading")
-        while not self._submits(row):
+        while not self._submits(seq):
             sleep(RETRY_S)
         if self._held.get(document.key) is not document:  # deleted meanwhile
-            self._llm.loop.close(row)
+            self._llm.loop.close(seq)
 
-    def _submits(self, row: Row) -> bool:
-        """Queue a row, unless too many wait."""
+    def _submits(self, seq: Sequence) -> bool:
+        """Queue a sequence, unless too many wait."""
         try:
-            self._llm.loop.submit(row)
+            self._llm.loop.submit(seq)
         except InputError:
             return False
         return True
 
-    def _row(self, document: HeldDocument[Question]) -> Row:
+    def _seq(self, document: HeldDocument[Question]) -> Sequence:
         self._limit.check_text(len(document.text))
         ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
             raise InputError("the chat template has no place for a document.")
         document.tokens = len(ids)
         self._llm.check_prompts([ids], 1, self._plan)
-        row = self._new_row(document, ids)
+        seq = self._new_sequence(document, ids)
         if document.kept is not None:
-            row.source = source_of(document.kept, self._llm, row)
-        return row
+            seq.source = source_of(document.kept, self._llm, seq)
+        return seq
 
-    def _new_row(self, document: HeldDocument[Question], ids: Sequence[int]) -> Row:
+    def _new_sequence(self, document: HeldDocument[Question], ids: abc.Sequence[int]) -> Sequence:
         def on_end() -> None:
-            if document.kept is not None and row.source is None and self._held.get(document.key) is document:
-                keep(document.kept, self._llm, row, document.text)
+            if document.kept is not None and seq.source is None and self._held.get(document.key) is document:
+                keep(document.kept, self._llm, seq, document.text)
                 if self._held.get(document.key) is None:  # deleted meanwhile
                     remove(document.kept)
 
         document.output = DocumentPrefill(on_end)
         plan = self._llm.composed_plan(self._plan)
         request = Request(ids, 1, plan, client=document.client, salt=document.salt)
-        row = Row(request, document.output, holds=True)
-        return row
+        seq = Sequence(request, document.output, holds=True)
+        return seq
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:
         """End the prefill of a document, which is ready or has failed, and start or refuse its questions."""
@@ -273,13 +274,13 @@ class HeldDocuments(Generic[Question]):
             self._begin(question)
 
     def _notify(self, document: HeldDocument[Question], status: str) -> None:
-        row = document.row
+        seq = document.seq
         message: dict[str, Any] = {"op": "document", "document": document.key, "status": status}
         if status == "failed":
             message |= {"error": document.error, "pinned": False}
         else:
             done = document.tokens if status == "ready" else document.num_prefilled
-            message |= {"num_prefilled": done, "error": None, "pinned": row is None or not row.no_reuse}
+            message |= {"num_prefilled": done, "error": None, "pinned": seq is None or not seq.no_reuse}
         self._send({**message, "tokens": document.tokens or None})
 
 

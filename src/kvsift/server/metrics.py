@@ -11,8 +11,8 @@ from kvsift.server.jobs import ServerJob
 from kvsift.server.supervisor import Supervisor
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-OPEN_STATES = "waiting", "reading", "decoding"
-PAGE_OWNERS = "free", "kept", "rows"
+STATES = {"waiting": "waiting", "reading": "prefilling", "decoding": "decoding"}  # by label
+PAGE_OWNERS = {owner: owner for owner in ("free", "kept", "rows")}
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
 
@@ -40,10 +40,10 @@ class Metrics:
         for name, number in numbers.items():
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
-        for label, kind, values in (("state", "rows", OPEN_STATES), ("owner", "pages", PAGE_OWNERS)):
+        for label, kind, values in (("state", "rows", STATES), ("owner", "pages", PAGE_OWNERS)):
             gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
-            for value in values:
-                gauge.labels(value).set_function(partial(_gauge, supervisor, kind, value))
+            for name, value in values.items():
+                gauge.labels(name).set_function(partial(_gauge, supervisor, kind, value))
 
     def ended(self, job: ServerJob) -> None:
         """Count a request that has ended, or whose client left."""

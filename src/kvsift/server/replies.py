@@ -1,4 +1,4 @@
-"""A row's answer in the engine process: events for the server, after tokens that it received before a crash."""
+"""A sequence's answer in the engine process: events for the server, after tokens that it received before a crash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reply(TextOutput):
     """An output that keeps events until they are sent.
 
     Args:
-        request: of the row.
+        request: of the sequence.
         tokenizer, device: of the model.
         sent: tokens that were sent before the engine was restarted. They are decoded again, as they were, so what
             follows is what would have followed.

@@ -52,7 +52,7 @@ class Supervisor:
         plans: that requests may name.
         restarts: of the engine.
         pid: of the engine process.
-        gauges: rows by state and pages by owner in the engine, as of its last heartbeat.
+        gauges: sequences by state and pages by owner in the engine, as of its last heartbeat.
         documents: that clients have uploaded.
     """
 
@@ -72,7 +72,7 @@ class Supervisor:
         self.documents = Documents(self._send, files, settings.salts)
         self.names, self.positions, self.plans, self.restarts = list[str](), None, PlanList([], []), 0
         self.gauges: dict[str, dict[str, int]] = {}
-        self._num_rows = 0
+        self._num_sequences = 0
 
     @property
     def state(self) -> str:
@@ -90,10 +90,10 @@ class Supervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which the engine has no row: of those whose prefill has not begun, the first are about to begin
-        if rows are free."""
+        """Requests for which the engine has no sequence: of those whose prefill has not begun, the first are about to begin
+        if places are free."""
         queued = [job.num_open for job in self._jobs.values() if job.num_prefilled is None]
-        free = self._num_rows - sum(job.num_open for job in self._jobs.values() if job.num_prefilled is not None)
+        free = self._num_sequences - sum(job.num_open for job in self._jobs.values() if job.num_prefilled is not None)
         return sum(taken > free for taken in itertools.accumulate(queued))
 
     @property
@@ -272,7 +272,7 @@ class Supervisor:
             raise InputError(message["message"])
         if op == "ready":
             self.names = list(dict.fromkeys(self._settings.names)) or [message["model"]]
-            self.positions, self._num_rows = message["positions"], message["rows"]
+            self.positions, self._num_sequences = message["positions"], message["rows"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()

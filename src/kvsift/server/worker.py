@@ -1,4 +1,4 @@
-"""The engine process: an LLM whose loop takes rows from messages, which one thread receives.
+"""The engine process: an LLM whose loop takes sequences from messages, which one thread receives.
 
     python -m kvsift.server.worker FD
 
@@ -6,8 +6,8 @@ FD is a connected socket. The process ends when the other side closes it. Messag
 
     in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
           {op: prefill | forget, document, ...}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]},
-          {op: heartbeat, step_s, rows, pages}, {op: document, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, sequences: [...]},
+          {op: heartbeat, step_s, sequences, pages}, {op: document, document, ...}
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ctypes
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections import abc
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from socket import socket
@@ -25,11 +25,11 @@ from time import perf_counter, sleep
 from typing import Any, BinaryIO
 
 from kvsift import threads
-from kvsift.api.generation import answer_of_row, row_of
+from kvsift.api.generation import answer_of_sequence, sequence_of
 from kvsift.api.llm import LLM
 from kvsift.engine.options import GenerateOptions
-from kvsift.engine.row import Row
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.exactness import check_exact
 from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
@@ -47,12 +47,12 @@ CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so
 
 
 @dataclass(eq=False)
-class OpenRow:
-    """A row of a request that has not ended."""
+class OpenSequence:
+    """A sequence of a request that has not ended."""
 
     request: int
     index: int
-    row: Row
+    seq: Sequence
     reply: Reply
     started: float
     num_prefilled_sent: int | None = None
@@ -72,7 +72,7 @@ def _warm_up(llm: LLM, specs: list[str], num_tokens: int | None) -> None:
 
 
 class Worker:
-    """Rows of requests over the loop of an LLM."""
+    """Sequences of requests over the loop of an LLM."""
 
     def __init__(self, connection: socket, settings: dict[str, Any]) -> None:
         self._connection, self._sending = connection, Lock()
@@ -89,18 +89,18 @@ class Worker:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
         self._limit = PromptLimit.of(llm)
-        self._waiting: list[OpenRow] = []  # accepted rows whose document is in prefill
-        self._rows: list[OpenRow] = []
+        self._waiting: list[OpenSequence] = []  # accepted sequences whose document is in prefill
+        self._seqs: list[OpenSequence] = []
         self._lock = Lock()
         self._has_worked = False  # since the heap was trimmed
-        self._documents = HeldDocuments[OpenRow](
-            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row
+        self._documents = HeldDocuments[OpenSequence](
+            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_sequence
         )
 
     def run(self, incoming: BinaryIO) -> None:
         """Serve the messages of a socket's file until the other side closes."""
         llm = self._llm
-        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_rows}
+        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_seqs}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
         llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
         llm.loop.start()
@@ -130,7 +130,7 @@ class Worker:
         while True:
             started = self._llm.loop.step_started
             step_s = 0.0 if started is None else perf_counter() - started
-            if self._has_worked and not self._rows:
+            if self._has_worked and not self._seqs:
                 self._has_worked = False
                 _trim_heap()
             self._send({"op": "heartbeat", "step_s": step_s, **self._llm.loop.counts()})
@@ -140,7 +140,7 @@ class Worker:
         key, request = message["id"], AnswerRequest(**message["request"])
         try:
             prompts = self._prompts(request)
-            rows = self._open(message, request, prompts)
+            seqs = self._open(message, request, prompts)
         except TooLong as error:
             self._refuse(key, 400, error, "context_length_exceeded")
             return
@@ -154,34 +154,35 @@ class Worker:
             return
         self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
         with self._lock:
-            self._waiting += rows
-        for opened in rows:
+            self._waiting += seqs
+        for opened in seqs:
             if request.document is None:
                 self._begin(opened)
             else:
                 self._documents.ask(request.document, opened)
 
-    def _begin(self, opened: OpenRow) -> None:
-        """Submit a row to the loop, unless it was cancelled. A full queue ends its request, another error the row."""
+    def _begin(self, opened: OpenSequence) -> None:
+        """Submit a sequence to the loop, unless it was cancelled. A full queue ends its request, another error the
+        sequence."""
         with self._lock:
             if opened not in self._waiting:
                 return
             self._waiting.remove(opened)
-            self._rows.append(opened)
+            self._seqs.append(opened)
         try:
-            self._llm.loop.submit(opened.row)
+            self._llm.loop.submit(opened.seq)
         except InputError as error:
             self._cancel(opened.request)
             self._refuse(opened.request, 429, error, "rate_limit_exceeded")
-        except Exception as error:  # of this row
+        except Exception as error:  # of this sequence
             self._send_frame(frames.pack_step([self._fail(opened, error)]))
         with self._lock:
-            is_cancelled = opened not in self._rows
+            is_cancelled = opened not in self._seqs
         if is_cancelled:  # while it was submitted
-            self._llm.loop.close(opened.row)
+            self._llm.loop.close(opened.seq)
 
-    def _refuse_row(self, opened: OpenRow, reason: str) -> None:
-        """End a row that was not submitted."""
+    def _refuse_sequence(self, opened: OpenSequence, reason: str) -> None:
+        """End a sequence that was not submitted."""
         ending = _ending_of(InputError(f"the document cannot be read: {reason}"))
         self._send_frame(frames.pack_step([self._encode(opened, ending)]))
 
@@ -211,15 +212,16 @@ class Worker:
             raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return prompt
 
-    def _open(self, message: dict[str, Any], request: AnswerRequest, prompts: list[list[int]]) -> list[OpenRow]:
-        """The rows of a request, one for each prompt and sample; those that ended before a restart are left out."""
+    def _open(self, message: dict[str, Any], request: AnswerRequest, prompts: list[list[int]]) -> list[OpenSequence]:
+        """The sequences of a request, one for each prompt and sample; those that ended before a restart are left
+        out."""
         llm, started, is_chat = self._llm, perf_counter(), bool(request.messages)
         options = GenerateOptions(**request.options)
         plan = self._plan(request)
         if options.exact and request.min_recovery is None:
             plan = llm.plans.verified(plan)
         check_exact(llm, plan, options.exact)
-        runs_as, rows, sampling = llm.composed_plan(plan), list[OpenRow](), Sampling(**request.sampling)
+        runs_as, seqs, sampling = llm.composed_plan(plan), list[OpenSequence](), Sampling(**request.sampling)
         offsets = None
         if options.passages:
             offsets = self._form.message_offsets(request.messages, self._document(request)[0])
@@ -233,17 +235,17 @@ class Worker:
             ids = prompts[prompt]
             most = self._max_new_tokens(ids, request.max_tokens)
             llm.check_prompts([ids], most, plan)
-            of_row = llm.request(
+            of_sequence = llm.request(
                 ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
                 streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,
                 salt=request.salt,
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
-            reply = Reply(of_row, llm.tokenizer, llm.device, sent, strips=is_chat)
-            rows.append(OpenRow(message["id"], index, row_of(llm, reply), reply, started))
-        return rows
+            reply = Reply(of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat)
+            seqs.append(OpenSequence(message["id"], index, sequence_of(llm, reply), reply, started))
+        return seqs
 
-    def _max_new_tokens(self, ids: Sequence[int], max_tokens: int | None) -> int:
+    def _max_new_tokens(self, ids: abc.Sequence[int], max_tokens: int | None) -> int:
         positions = self._limit.positions
         if not ids:
             raise InputError("the prompt is empty.")
@@ -266,63 +268,63 @@ class Worker:
     def _cancel(self, request: int) -> None:
         with self._lock:
             self._waiting = [opened for opened in self._waiting if opened.request != request]
-            cancelled = [opened for opened in self._rows if opened.request == request]
-            self._rows = [opened for opened in self._rows if opened.request != request]
+            cancelled = [opened for opened in self._seqs if opened.request == request]
+            self._seqs = [opened for opened in self._seqs if opened.request != request]
         for opened in cancelled:
-            self._llm.loop.close(opened.row)
+            self._llm.loop.close(opened.seq)
 
     def _report(self) -> None:
-        """Send what a step has brought, in one message. A row whose news cannot be sent ends; others continue."""
+        """Send what a step has brought, in one message. A sequence whose news cannot be sent ends; others continue."""
         self._has_worked = True
         with self._lock:
-            rows = list(self._rows)
-        if encoded := [*filter(None, map(self._encode_news, rows))]:
+            seqs = list(self._seqs)
+        if encoded := [*filter(None, map(self._encode_news, seqs))]:
             self._send_frame(frames.pack_step(encoded))
         self._documents.report()
 
-    def _encode_news(self, opened: OpenRow) -> bytes:
-        """What is new about a row, encoded; empty: nothing is."""
+    def _encode_news(self, opened: OpenSequence) -> bytes:
+        """What is new about a sequence, encoded; empty: nothing is."""
         try:
             new = self._news(opened)
             encoded = self._encode(opened, new) if new else b""
-        except Exception as error:  # of this row
+        except Exception as error:  # of this sequence
             return self._fail(opened, error)
         if "finish" in new:
             self._forget(opened)
         return encoded
 
-    def _fail(self, opened: OpenRow, error: Exception) -> bytes:
-        """End a row with an error; returns its last news, encoded."""
+    def _fail(self, opened: OpenSequence, error: Exception) -> bytes:
+        """End a sequence with an error; returns its last news, encoded."""
         self._forget(opened)
         return self._encode(opened, _ending_of(error))
 
-    def _forget(self, opened: OpenRow) -> None:
+    def _forget(self, opened: OpenSequence) -> None:
         with self._lock:
-            self._rows = [each for each in self._rows if each is not opened]
-        self._llm.loop.close(opened.row)
+            self._seqs = [each for each in self._seqs if each is not opened]
+        self._llm.loop.close(opened.seq)
 
-    def _encode(self, opened: OpenRow, new: dict[str, Any]) -> bytes:
+    def _encode(self, opened: OpenSequence, new: dict[str, Any]) -> bytes:
         return frames.encode({"id": opened.request, "index": opened.index, **new})
 
-    def _news(self, opened: OpenRow) -> dict[str, Any]:
-        """What is new about a row."""
-        row, reply = opened.row, opened.reply
-        ended = row.is_ended  # before its events are fetched
+    def _news(self, opened: OpenSequence) -> dict[str, Any]:
+        """What is new about a sequence."""
+        seq, reply = opened.seq, opened.reply
+        ended = seq.is_ended  # before its events are fetched
         new: dict[str, Any] = {}
-        if row.state != "waiting" and reply.num_read != opened.num_prefilled_sent:
-            new["prefilled"] = opened.num_prefilled_sent = reply.num_read
+        if seq.state != "waiting" and reply.num_prefilled != opened.num_prefilled_sent:
+            new["prefilled"] = opened.num_prefilled_sent = reply.num_prefilled
         if reply.events:
             new["tokens"] = [reply.events.popleft() for _ in range(len(reply.events))]
         if ended:
             new |= self._ending(opened)
         return new
 
-    def _ending(self, opened: OpenRow) -> dict[str, Any]:
-        row = opened.row
-        if row.error is not None:
-            return _ending_of(row.error)
-        answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
-        return {"finish": row.finish_reason, "usage": usage_of(answer, row.num_reused)}
+    def _ending(self, opened: OpenSequence) -> dict[str, Any]:
+        seq = opened.seq
+        if seq.error is not None:
+            return _ending_of(seq.error)
+        answer = answer_of_sequence(self._llm, seq, opened.reply.transcript, opened.started, self._reason)
+        return {"finish": seq.finish_reason, "usage": usage_of(answer, seq.num_reused)}
 
 
 def _trim_heap() -> None:
@@ -332,13 +334,14 @@ def _trim_heap() -> None:
 
 
 def _end_process(error: BaseException) -> None:
-    """End the process after a fault that no row explains; the server starts another."""
+    """End the process after a fault that no sequence explains; the server starts another."""
     traceback.print_exception(error)
     os._exit(1)
 
 
 def _ending_of(error: BaseException) -> dict[str, Any]:
-    """The end of a row with an error. Messages of kvsift are sent to the client; those of other errors are logged."""
+    """The end of a sequence with an error. Messages of kvsift are sent to the client; those of other errors are
+    logged."""
     status, message = 400 if isinstance(error, InputError) else 500, str(error)
     if not isinstance(error, KVSiftError):
         traceback.print_exception(error)

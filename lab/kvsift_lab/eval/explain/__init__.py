@@ -1,21 +1,21 @@
 """Explanations of the tokens of an answer: the passages that layers and heads attend to, and what methods would read.
 
 explanation = explain(llm, text, "What is the access code?", methods=["quest", "streaming_llm"])
-explanation.most_read(3)                      # passages, by attention
+explanation.most_prefilled(3)                      # passages, by attention
 explanation.choices[1].recall                 # of quest, at the same budget and for the same queries
 explain_tokens(llm, text, question)           # every token of the answer, from one run
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsift.api.llm import LLM
 from kvsift.engine.follow import follow
 from kvsift.engine.options import GenerateOptions, ProgressCallback
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.errors import InputError
 from kvsift.models.hf.sparse import PlanSpec
@@ -51,9 +51,9 @@ class ExplainOptions:
     """
 
     plan: PlanSpec = None
-    methods: Sequence[str] = ()
+    methods: abc.Sequence[str] = ()
     budget: int | None = None
-    tokens: Sequence[int] | None = None
+    tokens: abc.Sequence[int] | None = None
     max_new_tokens: int = 32
     passage_tokens: int = 64
 
@@ -70,11 +70,11 @@ class ExplainOptions:
                 )
 
     @property
-    def candidates(self) -> Sequence[int]:
+    def candidates(self) -> abc.Sequence[int]:
         """Indices of the tokens to explain, before the length of the answer is known."""
         return range(self.max_new_tokens) if self.tokens is None else list(dict.fromkeys(self.tokens))
 
-    def tokens_of(self, answer: Sequence[str]) -> Sequence[int]:
+    def tokens_of(self, answer: abc.Sequence[str]) -> abc.Sequence[int]:
         """Return the indices of the tokens to explain.
 
         Raises:
@@ -139,7 +139,7 @@ def explain_tokens(
 
 
 def _findings(
-    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], context: str, options: ExplainOptions
+    observer: MethodObserver, rules: dict[str, Rule], pieces: abc.Sequence[str], context: str, options: ExplainOptions
 ) -> dict[str, Any]:
     """Return the fields of an explanation that depend on the tokens before the explained one."""
     position = len(pieces) - 1
@@ -171,7 +171,7 @@ def equal_budget(plan: Plan, tokens: int | None) -> Budget:
     return own
 
 
-def _rules(budget: Budget, methods: Sequence[str]) -> dict[str, Rule]:
+def _rules(budget: Budget, methods: abc.Sequence[str]) -> dict[str, Rule]:
     rules = {}
     for spec in [ORACLE, *methods]:
         keys = [key for pair in spec.split(":")[1:] if (key := pair.partition("=")[0].strip()) in BUDGET_KEYS]
@@ -207,10 +207,10 @@ def _answer(
     stop = None if llm.tokenizer.chat_template else STOP
     request = llm.request(ids, plan, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
     output = TextOutput(request, llm.tokenizer, llm.device)
-    row = Row(request, output, observer=observer, decode_from=len(ids) - 1)
+    row = Sequence(request, output, observer=observer, decode_from=len(ids) - 1)
     for _ in follow(llm.loop, [row], [output]):
         if progress is not None:
-            progress(min(output.num_read, len(ids) - 1), len(ids) - 1)
+            progress(min(output.num_prefilled, len(ids) - 1), len(ids) - 1)
     if row.error is not None:
         raise row.error
     return output.transcript

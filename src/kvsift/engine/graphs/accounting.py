@@ -1,4 +1,4 @@
-"""Counters of rows that captured steps decode."""
+"""Counters of sequences that captured steps decode."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvsift.plan.plan import Rule
 
 
 @dataclass(eq=False)
-class DecodeRow:
+class CapturedSequence:
     """A sequence that captured steps decode.
 
     Attributes:
-        cache: that it is a row of.
-        place: its row there.
+        cache: that it is a sequence of.
+        place: its sequence there.
         stats: its counters.
         start: tokens cached before the first step.
         most: steps that may be needed.
@@ -41,7 +41,7 @@ class DecodeRow:
         sparse_before: that number before each step launched.
         stale_from: the first position whose page has no summary yet, since dense steps write none.
         dense_below: context length below which it is dense, in the slots that it has.
-        sparse_mode: of a step in which all rows are sparse and have its rule.
+        sparse_mode: of a step in which all sequences are sparse and have its rule.
         stays_dense: its guard has seen every budget fall short.
         budgets: budgets that it had before, each with the number of steps launched for it when it changed.
         counted: int64 [2 * layers], visible tokens and estimated shares (``Slots.results``) in the slots that it had
@@ -86,7 +86,7 @@ class DecodeRow:
         return 0 if self.done else self.most - len(self.dense)
 
     def mode(self, ahead: int = 0) -> StepMode:
-        """Return the mode that this row needs in the next step, or in one that many steps later."""
+        """Return the mode that this sequence needs in the next step, or in one that many steps later."""
         return "dense" if self.written + 1 + ahead < self.dense_below else self.sparse_mode
 
     @property
@@ -119,7 +119,7 @@ class DecodeRow:
         self.steps, self.token = steps, token
 
     def count_slot(self) -> None:
-        """Keep what was counted in a slot that the row leaves."""
+        """Keep what was counted in a slot that the sequence leaves."""
         self.counted, self.counted_in_slot, self._counted_before = self.counted + self.counted_in_slot, 0, 0
 
     def write_summaries(self) -> None:
@@ -143,12 +143,12 @@ class DecodeRow:
             self.rule = rule
 
 
-def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer], over_bus: bool = False) -> None:
-    """Count the steps of a row in every layer; ``over_bus`` where a GPU attends keys and values in host memory."""
-    lengths = row.start + 1 + torch.arange(row.steps)
-    sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
-    counted = torch.zeros(2 * len(layers), dtype=torch.int64) + row.counted + row.counted_in_slot
-    add_steps(row.stats, layers, lengths, sparse, row.rule, counted, row.budgets, over_bus)
+def add_counts(seq: CapturedSequence, layers: Sequence[DecodeLayer], over_bus: bool = False) -> None:
+    """Count the steps of a sequence in every layer; ``over_bus`` where a GPU attends keys and values in host memory."""
+    lengths = seq.start + 1 + torch.arange(seq.steps)
+    sparse = ~torch.tensor(seq.dense[: seq.steps], dtype=torch.bool)
+    counted = torch.zeros(2 * len(layers), dtype=torch.int64) + seq.counted + seq.counted_in_slot
+    add_steps(seq.stats, layers, lengths, sparse, seq.rule, counted, seq.budgets, over_bus)
 
 
 def add_steps(
@@ -163,7 +163,7 @@ def add_steps(
         lengths: int64 [steps], tokens of the context in each step, its own included.
         sparse: bool [steps], which of the steps were sparse.
         rule: of decode.
-        counted, budgets: as in ``DecodeRow``.
+        counted, budgets: as in ``CapturedSequence``.
         over_bus: as in ``add_counts``.
     """
     for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):

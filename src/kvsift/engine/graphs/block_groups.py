@@ -1,18 +1,20 @@
 """Captured steps whose tokens have the same bits whatever is computed beside them.
 
-Each row of a step has a block of slots, for tokens that follow one another: one of them for dense decoding, or those of
+Each sequence of a step has a block of slots, for tokens that follow one another: one of them for dense decoding, or
+    those of
 a verification (``engine.speculative``). Each token is multiplied (``kernels.skinny_product``) and attended
 (``kernels.block_attention``) as if it were alone; a model whose products do not allow it takes steps of the same number
 of tokens always. Drafts are steps under the plan, on whose bits nothing depends.
 
 The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device, and
 drafts behind the verification before them, in the hope that as many will be asked for again: what it accepts, and where
-they go on, is found on the device. While rows rest, a step is launched before the one before is read.
+they go on, is found on the device. While sequences rest, a step is launched before the one before is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, product
@@ -22,13 +24,13 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.graphs.accounting import add_blocks, add_steps
-from kvsift.engine.graphs.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain, to_host
+from kvsift.engine.graphs.block_launches import Clock, Drafts, PlainStep, SequencePlace, launch_plain, to_host
 from kvsift.engine.graphs.feeds import Assignment, Block, Shift, drafts_at, uploaded
-from kvsift.engine.graphs.row_groups import Group, PoolSession
-from kvsift.engine.graphs.session import BLOCK, BLOCK_ROWS, STEADY_SLOTS
+from kvsift.engine.graphs.sequence_groups import Group, PoolSession
+from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS
 from kvsift.engine.graphs.slots import Slots, StepKind, StepMode, tokens_of
-from kvsift.engine.row import Row
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.step import Checked
 from kvsift.kernels.block_attention import reach
@@ -38,20 +40,20 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 
 PLAIN_STEPS = 64  # that slots are made ready for at once
-FEW = 8  # steps in turn with drafts, after which a row is expected to go on so
+FEW = 8  # steps in turn with drafts, after which a sequence is expected to go on so
 
 
 @dataclass
-class RowBlocks:
-    """What a group keeps of a row.
+class SequenceBlocks:
+    """What a group keeps of a sequence.
 
     Attributes:
-        cache: of the row.
-        pages: int32, of the row, those to come included.
+        cache: of the sequence.
+        pages: int32, of the sequence, those to come included.
         sampling: how its tokens are chosen.
         rule: of its drafts.
-        place: of its block, which no other row of its kind (exact or not) has.
-        setup_s: what the group had spent on captures when the row joined.
+        place: of its block, which no other sequence of its kind (exact or not) has.
+        setup_s: what the group had spent on captures when the sequence joined.
         blocks: tokens cached before each block, and its own.
         drafts: lengths of the context in the drafts.
         counted: int64 [2 * layers], what drafts have counted (``Slots.results``).
@@ -77,38 +79,40 @@ class RowBlocks:
         self.drafting = self.drafting + 1 if drafted else 0
 
 
-class BlockGroup(Group[RowBlocks]):
-    """Rows that are dense or exact."""
+class BlockGroup(Group[SequenceBlocks]):
+    """Sequences that are dense or exact."""
 
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         super().__init__(source, rotation)
         self._setup_s = 0.0
         self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
-        self._dense_rows = STEADY_SLOTS if source.keeps_bits else BLOCK_ROWS  # of a part
-        self._layers: Sequence[DecodeLayer] = ()  # of the last drafts
+        self._dense_seqs = STEADY_SLOTS if source.keeps_bits else BLOCK_SEQUENCES  # of a part
+        self._layers: abc.Sequence[DecodeLayer] = ()  # of the last drafts
 
     @property
     def setup_s(self) -> float:
         return self._setup_s
 
-    def join(self, row: Row) -> None:
-        cache = row.cache
+    def join(self, seq: Sequence) -> None:
+        cache = seq.cache
         assert cache is not None
         pages = torch.tensor(cache.table.planned(0), dtype=torch.int32, device=cache.attentions[0].like.device)
-        taken = {kept.place for each, kept in self._rows.items() if (each.exact is None) == (row.exact is None)}
+        taken = {kept.place for each, kept in self._seqs.items() if (each.exact is None) == (seq.exact is None)}
         place = next(place for place in count() if place not in taken)
-        self._rows[row] = RowBlocks(cache, pages, row.request.sampling, rule_of(row.request.plan), place, self.setup_s)
+        self._seqs[seq] = SequenceBlocks(
+            cache, pages, seq.request.sampling, rule_of(seq.request.plan), place, self.setup_s
+        )
         self._source.need(cache.table.longest)
 
-    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+    def prepare(self, rule: Rule | None, num_seqs: int, num_pages: int) -> int:
         self._source.expect(num_pages)
         started, captured = perf_counter(), 0
-        blocks = [(2 * part, width, 1) for part, width in _widths(num_rows, self._dense_rows)]
-        exact = [(2 * part + 1, width) for part, width in _widths(num_rows, BLOCK_ROWS)]
+        blocks = [(2 * part, width, 1) for part, width in _widths(num_seqs, self._dense_seqs)]
+        exact = [(2 * part + 1, width) for part, width in _widths(num_seqs, BLOCK_SEQUENCES)]
         blocks += [(*part, size) for part in exact for size in (1, BLOCK)]
         steps: list[tuple[Slots, StepMode]] = [(self._source.blocks(*each, [rule]), "dense") for each in blocks]
         if rule is not None:
-            drafts = [self._source.slots(number, [rule]) for number in (1, 2, BLOCK_ROWS)]
+            drafts = [self._source.slots(number, [rule]) for number in (1, 2, BLOCK_SEQUENCES)]
             steps += [(slots, slots.sparse_mode(rule)) for slots in drafts]
         for (slots, mode), choice in product(steps, CHOICES):
             setup = Setup(choice)
@@ -117,70 +121,70 @@ class BlockGroup(Group[RowBlocks]):
         self._setup_s += perf_counter() - started
         return captured
 
-    def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
-        parts: dict[int, list[Row]] = {}
-        for row in rows:
-            parts.setdefault(self._number(row), []).append(row)
+    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
+        parts: dict[int, list[Sequence]] = {}
+        for seq in seqs:
+            parts.setdefault(self._number(seq), []).append(seq)
         return list(parts.values())
 
-    def step(self, rows: Sequence[Row]) -> list[int]:
-        return self._plain_step(rows)[0]
+    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
+        return self._plain_step(seqs)[0]
 
-    def _plain_step(self, rows: Sequence[Row]) -> tuple[list[int], float]:
-        """The token that follows the last one of each row, and the seconds of the step."""
-        number, kept = self._number(rows[0]), [self._rows[row] for row in rows]
+    def _plain_step(self, seqs: abc.Sequence[Sequence]) -> tuple[list[int], float]:
+        """The token that follows the last one of each sequence, and the seconds of the step."""
+        number, kept = self._number(seqs[0]), [self._seqs[seq] for seq in seqs]
         step = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(number, 1)
             kind = setup.prepare(slots, "dense")
-        places = [RowPlace.of(row) for row in rows]
+        places = [SequencePlace.of(seq) for seq in seqs]
         is_assigned = isinstance(step, PlainStep) and step.slots is slots and not setup.has_captured
         if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
-            slots.assign_blocks(self._blocks_of(rows, [[row.token] for row in rows]), PLAIN_STEPS)
+            slots.assign_blocks(self._blocks_of(seqs, [[seq.token] for seq in seqs]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
-        rests = all(row.exact is None or row.exact.rests for row in rows)
+        is_paused = all(seq.exact is None or seq.exact.is_paused for seq in seqs)
         after = None
-        if rests and step.number + 1 < PLAIN_STEPS and all(row.request.length - row.num_cached > 2 for row in rows):
+        if is_paused and step.number + 1 < PLAIN_STEPS and all(seq.request.length - seq.num_cached > 2 for seq in seqs):
             after = launch_plain(slots, kind, [], step.number + 1)
         step.clock.wait()
         every = tokens_of(step.chosen)
-        chosen = [every[self._place(row) * slots.batch.block] for row in rows]
+        chosen = [every[self._place(seq) * slots.batch.block] for seq in seqs]
         if after is not None:
-            places = [RowPlace(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
+            places = [SequencePlace(seq, seq.num_cached + 1, token) for seq, token in zip(seqs, chosen)]
             self._ahead[number] = after._replace(places=places)
-        for row, each in zip(rows, kept):
-            each.note(row.num_cached, 0, False)
+        for seq, each in zip(seqs, kept):
+            each.note(seq.num_cached, 0, False)
         return chosen, step.clock.seconds
 
-    def most_verified(self, row: Row) -> int:
-        """Tokens of the next block of a row, at most."""
-        return self._most_verified(self._blocks(self._number(row), BLOCK), row.num_cached)
+    def most_verified(self, seq: Sequence) -> int:
+        """Tokens of the next block of a sequence, at most."""
+        return self._most_verified(self._blocks(self._number(seq), BLOCK), seq.num_cached)
 
-    def is_ahead(self, row: Row) -> bool:
-        step = self._ahead.get(self._number(row))
-        return isinstance(step, PlainStep) and RowPlace.of(row) in step.places
+    def is_ahead(self, seq: Sequence) -> bool:
+        step = self._ahead.get(self._number(seq))
+        return isinstance(step, PlainStep) and SequencePlace.of(seq) in step.places
 
     def _most_verified(self, slots: Slots, num_cached: int) -> int:
         stretch = reach(slots.layers[0].kv)
         return min(BLOCK, stretch - num_cached % stretch)
 
-    def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
+    def check(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
-        proposals = self._as_many(rows, proposals)
-        places = [RowPlace.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
+        proposals = self._as_many(seqs, proposals)
+        places = [SequencePlace.of(seq) for seq, proposal in zip(seqs, proposals) if proposal.drafts]
         if not places and not any(proposal.tokens for proposal in proposals):
-            tokens, seconds = self._plain_step(rows)
-            return Checked([()] * len(rows), [[token] for token in tokens], 0.0, seconds)
-        number, counts = self._number(rows[0]), [proposal.drafts for proposal in proposals if proposal.drafts]
+            tokens, seconds = self._plain_step(seqs)
+            return Checked([()] * len(seqs), [[token] for token in tokens], 0.0, seconds)
+        number, counts = self._number(seqs[0]), [proposal.drafts for proposal in proposals if proposal.drafts]
         ahead = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(number, BLOCK)
             kind = setup.prepare(slots, "dense")
             if places:
                 of_drafts = self._source.slots(len(places), self._rules)
-                modes = {of_drafts.sparse_mode(self._rows[place.row].rule) for place in places}
+                modes = {of_drafts.sparse_mode(self._seqs[place.seq].rule) for place in places}
                 draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
-        fed: dict[Row, list[int]] = {row: [row.token, *each.tokens] for row, each in zip(rows, proposals)}
+        fed: dict[Sequence, list[int]] = {seq: [seq.token, *each.tokens] for seq, each in zip(seqs, proposals)}
         drafts = ahead if isinstance(ahead, Drafts) else None
         if not places:
             drafts = None
@@ -188,70 +192,74 @@ class BlockGroup(Group[RowBlocks]):
             if drafts is None or drafts.slots is not of_drafts or drafts.places != places:
                 drafts = self._draft(of_drafts, draft_kind, places, counts)
             for slot, place in enumerate(places):
-                fed[place.row] += drafts.of(slot)
-        blocks = self._blocks_of(rows, list(fed.values()))
+                fed[place.seq] += drafts.of(slot)
+        blocks = self._blocks_of(seqs, list(fed.values()))
         slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
         clock = Clock(slots.tokens.device)
         slots.run(kind, 0)
         on_host = [to_host(each) for each in (slots.results[:2], *([] if drafts is None else [drafts.tokens]))]
         clock.mark()
         after = None
-        if drafts is not None and len(places) == len(rows) and self._go_on(slots, drafts, counts):
+        if drafts is not None and len(places) == len(seqs) and self._go_on(slots, drafts, counts):
             after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
         every, read = tokens_of(on_host[0]), [] if drafts is None else on_host[1].tolist()
         chosen = [every[first : first + BLOCK] for first in range(0, len(every), BLOCK)]
-        proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
-        following = self._following(rows, proposed, chosen)
+        proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[seq][1:]] for seq in seqs]
+        following = self._following(seqs, proposed, chosen)
         if after is not None:
-            self._ahead[number] = after._replace(places=self._after(rows, proposed, following))
+            self._ahead[number] = after._replace(places=self._after(seqs, proposed, following))
         if drafts is not None:
             self._note_drafts(drafts)
-        for row, each, proposal in zip(rows, proposed, proposals):
-            self._rows[row].note(row.num_cached, len(each), proposal.drafts > 0)
+        for seq, each, proposal in zip(seqs, proposed, proposals):
+            self._seqs[seq].note(seq.num_cached, len(each), proposal.drafts > 0)
         return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
 
-    def _as_many(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Let all rows that draft draft as many tokens as the longest, or as they may: its steps run anyway."""
+    def _as_many(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> list[Proposal]:
+        """Let all sequences that draft draft as many tokens as the longest, or as they may: its steps run anyway."""
         longest = max(proposal.drafts for proposal in proposals)
         if not longest:
             return list(proposals)
-        slots = self._blocks(self._number(rows[0]), BLOCK)
-        left = [row.request.length - row.num_cached for row in rows]
-        most = [min(one, self._most_verified(slots, row.num_cached)) - 1 for row, one in zip(rows, left)]
+        slots = self._blocks(self._number(seqs[0]), BLOCK)
+        left = [seq.request.length - seq.num_cached for seq in seqs]
+        most = [min(one, self._most_verified(slots, seq.num_cached)) - 1 for seq, one in zip(seqs, left)]
         return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
 
     def _following(
-        self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
+        self, seqs: abc.Sequence[Sequence], proposed: abc.Sequence[abc.Sequence[int]], chosen: abc.Sequence[list[int]]
     ) -> list[list[int]]:
-        """What follows the last token of each row, and each proposed one, of what each block has chosen."""
-        return [chosen[self._place(row)][: 1 + len(each)] for row, each in zip(rows, proposed)]
+        """What follows the last token of each sequence, and each proposed one, of what each block has chosen."""
+        return [chosen[self._place(seq)][: 1 + len(each)] for seq, each in zip(seqs, proposed)]
 
     def _after(
-        self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
-    ) -> list[RowPlace]:
-        """The places of rows after a verification, if they go on."""
+        self,
+        seqs: abc.Sequence[Sequence],
+        proposed: abc.Sequence[abc.Sequence[int]],
+        following: abc.Sequence[abc.Sequence[int]],
+    ) -> list[SequencePlace]:
+        """The places of sequences after a verification, if they go on."""
         places = []
-        for row, tokens, chosen in zip(rows, proposed, following):
+        for seq, tokens, chosen in zip(seqs, proposed, following):
             accepted = next((number for number, token in enumerate(tokens) if chosen[number] != token), len(tokens))
-            places.append(RowPlace(row, row.num_cached + accepted + 1, chosen[accepted]))
+            places.append(SequencePlace(seq, seq.num_cached + accepted + 1, chosen[accepted]))
         return places
 
-    def _go_on(self, slots: Slots, drafts: Drafts, counts: Sequence[int]) -> bool:
-        """Whether rows will probably be asked for so many drafts again, and may be, whatever is accepted of these."""
+    def _go_on(self, slots: Slots, drafts: Drafts, counts: abc.Sequence[int]) -> bool:
+        """Whether sequences will probably be asked for so many drafts again, and may be, whatever is accepted of
+        these."""
         for place, verified, asked in zip(drafts.places, drafts.counts, counts):
-            if self._rows[place.row].drafting < FEW:
+            if self._seqs[place.seq].drafting < FEW:
                 return False
             for num_cached in range(place.num_cached + 1, place.num_cached + verified + 2):
-                if asked >= min(place.row.request.length - num_cached, self._most_verified(slots, num_cached)):
+                if asked >= min(place.seq.request.length - num_cached, self._most_verified(slots, num_cached)):
                     return False
         return True
 
     def _draft_behind(self, slots: Slots, kind: StepKind, drafts: Drafts, counts: list[int]) -> Drafts:
-        """Draft so many tokens of each row, from what the verification in ``slots`` accepts of these drafts."""
+        """Draft so many tokens of each sequence, from what the verification in ``slots`` accepts of these drafts."""
         of_drafts = drafts.slots
         free = [0] * (of_drafts.num_slots - len(drafts.places))
-        places = [self._place(place.row) for place in drafts.places]
+        places = [self._place(place.seq) for place in drafts.places]
         number, verified = uploaded(torch.tensor([places + free, drafts.counts + free]), slots.tokens.device)
         chosen, proposed = slots.tokens.view(-1, BLOCK)[number], drafts.tokens.view(-1, of_drafts.num_slots).T
         steps = torch.arange(proposed.shape[1], device=chosen.device)
@@ -262,72 +270,72 @@ class BlockGroup(Group[RowBlocks]):
         return self._draft(of_drafts, kind, begin, counts, Shift(accepted, token, max(drafts.counts)))
 
     def _draft(
-        self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int], shift: Shift | None = None
+        self, slots: Slots, kind: StepKind, places: list[SequencePlace], counts: list[int], shift: Shift | None = None
     ) -> Drafts:
-        """Choose so many tokens of each row under its rule; what they store is overwritten."""
+        """Choose so many tokens of each sequence under its rule; what they store is overwritten."""
         clock, steps, tokens, counted = Clock(slots.tokens.device), max(counts), list[Tensor](), dict[int, Tensor]()
         slots.assign([self._assignment(place) for place in places], steps, shift)
         for number in range(steps):
             slots.run(kind, number)
             tokens.append(slots.tokens.clone())
-            for slot, count_of_row in enumerate(counts):
-                if count_of_row == number + 1:
+            for slot, count_of_sequence in enumerate(counts):
+                if count_of_sequence == number + 1:
                     counted[slot] = slots.counted[:, slot].clone()  # idle steps count a token, too
-                    if count_of_row < steps:
+                    if count_of_sequence < steps:
                         slots.release(slot)
         clock.mark()
         return Drafts(slots, places, counts, torch.cat(tokens), [counted[slot] for slot in sorted(counted)], clock)
 
     def _note_drafts(self, drafts: Drafts) -> None:
         self._layers = drafts.slots.layers
-        for (row, num_cached, _), count_of_row, counted in zip(drafts.places, drafts.counts, drafts.counted):
-            kept = self._rows[row]
-            kept.drafts += range(num_cached + 1, num_cached + count_of_row + 1)
+        for (seq, num_cached, _), count_of_sequence, counted in zip(drafts.places, drafts.counts, drafts.counted):
+            kept = self._seqs[seq]
+            kept.drafts += range(num_cached + 1, num_cached + count_of_sequence + 1)
             kept.counted = kept.counted + counted
 
-    def _blocks_of(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> dict[int, Block]:
-        """Consecutive tokens of each row, by the place of its block."""
+    def _blocks_of(self, seqs: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int]]) -> dict[int, Block]:
+        """Consecutive tokens of each sequence, by the place of its block."""
         blocks = {}
-        for row, fed in zip(rows, tokens):
-            kept = self._rows[row]
-            drawn = RowPlace.of(row).drawn
-            blocks[self._place(row)] = Block(kept.pages, row.num_cached, fed, kept.sampling, drawn)
+        for seq, fed in zip(seqs, tokens):
+            kept = self._seqs[seq]
+            drawn = SequencePlace.of(seq).drawn
+            blocks[self._place(seq)] = Block(kept.pages, seq.num_cached, fed, kept.sampling, drawn)
         return blocks
 
     def _blocks(self, number: int, size: int) -> Slots:
-        """The slots of a part, with a block of at least so many tokens for each of its rows."""
-        width = 1 + max(self._place(row) for row in self._rows if self._number(row) == number)
+        """The slots of a part, with a block of at least so many tokens for each of its sequences."""
+        width = 1 + max(self._place(seq) for seq in self._seqs if self._number(seq) == number)
         return self._source.blocks(number, width, size, self._rules)
 
-    def _place(self, row: Row) -> int:
-        """Of a row's block in the slots of its part."""
-        return self._rows[row].place % self._rows_of_part(row)
+    def _place(self, seq: Sequence) -> int:
+        """Of a sequence's block in the slots of its part."""
+        return self._seqs[seq].place % self._sequences_of_part(seq)
 
-    def _number(self, row: Row) -> int:
-        """Of the part that a row belongs to; those of exact rows are odd."""
-        return 2 * (self._rows[row].place // self._rows_of_part(row)) + (row.exact is not None)
+    def _number(self, seq: Sequence) -> int:
+        """Of the part that a sequence belongs to; those of exact sequences are odd."""
+        return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.exact is not None)
 
-    def _rows_of_part(self, row: Row) -> int:
-        return self._dense_rows if row.exact is None else BLOCK_ROWS
+    def _sequences_of_part(self, seq: Sequence) -> int:
+        return self._dense_seqs if seq.exact is None else BLOCK_SEQUENCES
 
-    def _assignment(self, place: RowPlace) -> Assignment:
-        kept = self._rows[place.row]
+    def _assignment(self, place: SequencePlace) -> Assignment:
+        kept = self._seqs[place.seq]
         return Assignment(kept.pages, place.num_cached, place.token, kept.sampling, place.drawn, kept.rule)
 
     @property
     def _rules(self) -> list[Rule | None]:
-        """Of all rows: slots depend on them, and should not change from step to step."""
-        return [kept.rule for kept in self._rows.values()]
+        """Of all sequences: slots depend on them, and should not change from step to step."""
+        return [kept.rule for kept in self._seqs.values()]
 
     @contextmanager
     def _setting_up(self) -> Iterator[Setup]:
         """Let no token count the time of this block if steps are captured in it."""
-        started, setup = perf_counter(), Setup(choice_of(kept.sampling for kept in self._rows.values()))
+        started, setup = perf_counter(), Setup(choice_of(kept.sampling for kept in self._seqs.values()))
         yield setup
         if setup.has_captured:
             seconds = perf_counter() - started
             self._setup_s += seconds
-            for kept in self._rows.values():
+            for kept in self._seqs.values():
                 kept.cache.stats.probe_s += seconds
 
     def recall(self) -> None:
@@ -335,19 +343,19 @@ class BlockGroup(Group[RowBlocks]):
 
     def release(self, kv: KVPool) -> None:
         if self._source.kv is kv:
-            for kept in self._rows.values():
+            for kept in self._seqs.values():
                 self._count(kept)
             self._layers = ()  # they hold the tensors
         super().release(kv)
 
-    def _end(self, row: Row, kept: RowBlocks) -> None:
-        self._ahead.pop(self._number(row), None)
-        row.setup_s = self.setup_s - kept.setup_s
+    def _end(self, seq: Sequence, kept: SequenceBlocks) -> None:
+        self._ahead.pop(self._number(seq), None)
+        seq.setup_s = self.setup_s - kept.setup_s
         self._count(kept)
         add_blocks(kept.cache.stats, kept.cache.attentions, kept.blocks)
 
-    def _count(self, kept: RowBlocks) -> None:
-        """Count the drafts of a row so far."""
+    def _count(self, kept: SequenceBlocks) -> None:
+        """Count the drafts of a sequence so far."""
         if kept.drafts:
             lengths = torch.tensor(kept.drafts)
             sparse = torch.ones_like(lengths, dtype=torch.bool)
@@ -361,7 +369,7 @@ class Setup:
     """Steps that are captured unless they are.
 
     Attributes:
-        choice: of the tokens of all rows.
+        choice: of the tokens of all sequences.
         has_captured: whether one was not.
     """
 
@@ -369,7 +377,7 @@ class Setup:
     has_captured: bool = False
 
     def prepare(self, slots: Slots, mode: StepMode) -> StepKind:
-        """Capture a step of any of the rows."""
+        """Capture a step of any of the sequences."""
         kind = StepKind(mode, self.choice)
         if not slots.captured(kind):
             slots.prepare(kind)
@@ -377,8 +385,9 @@ class Setup:
         return kind
 
 
-def _widths(num_rows: int, rows_of_part: int) -> list[tuple[int, int]]:
-    """Of each part that so many rows may be in, its number and how many of them it may have: one, two, four, ..."""
-    parts = -(-num_rows // rows_of_part)
-    most = (min(num_rows, rows_of_part) - 1).bit_length()
+def _widths(num_seqs: int, sequences_of_part: int) -> list[tuple[int, int]]:
+    """Of each part that so many sequences may be in, its number and how many of them it may have: one, two, four,
+    ..."""
+    parts = -(-num_seqs // sequences_of_part)
+    most = (min(num_seqs, sequences_of_part) - 1).bit_length()
     return [(part, 1 << power) for part in range(parts) for power in range(most + 1)]

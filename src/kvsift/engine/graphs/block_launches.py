@@ -1,4 +1,4 @@
-"""What groups of blocks have launched, and where rows were before it."""
+"""What groups of blocks have launched, and where sequences were before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsift.engine.graphs.feeds import drafts_at
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 
 
 class Clock:
@@ -39,21 +39,21 @@ class Clock:
         return float(last - first if self._stream is None else first.elapsed_time(last) / 1000)
 
 
-class RowPlace(NamedTuple):
-    """How far a row is."""
+class SequencePlace(NamedTuple):
+    """How far a sequence is."""
 
-    row: Row
+    seq: Sequence
     num_cached: int
     token: int  # the next to feed
 
     @classmethod
-    def of(cls, row: Row) -> RowPlace:
-        return cls(row, row.num_cached, row.token)
+    def of(cls, seq: Sequence) -> SequencePlace:
+        return cls(seq, seq.num_cached, seq.token)
 
     @property
     def drawn(self) -> int:
         """Tokens of the answer so far, the next to feed included."""
-        return self.num_cached - len(self.row.request.ids) + 1
+        return self.num_cached - len(self.seq.request.ids) + 1
 
 
 class Drafts(NamedTuple):
@@ -61,15 +61,15 @@ class Drafts(NamedTuple):
 
     Attributes:
         slots: that they run on.
-        places: of the rows, before them.
-        counts: of each row.
+        places: of the sequences, before them.
+        counts: of each sequence.
         tokens: int64 [steps * slots], on the device.
-        counted: int64 [2 * layers] of each row, what they have counted (``Slots.results``).
+        counted: int64 [2 * layers] of each sequence, what they have counted (``Slots.results``).
         clock: of them.
     """
 
     slots: Slots
-    places: list[RowPlace]
+    places: list[SequencePlace]
     counts: list[int]
     tokens: Tensor
     counted: list[Tensor]
@@ -81,24 +81,24 @@ class Drafts(NamedTuple):
 
 
 class PlainStep(NamedTuple):
-    """A step of one token for each row, launched and not read, and the steps to come that the slots are ready for.
+    """A step of one token for each sequence, launched and not read, and the steps to come that the slots are ready for.
 
     Attributes:
         slots: that it runs on.
-        places: of the rows, before it.
+        places: of the sequences, before it.
         chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
         clock: of the step.
-        number: of the step since its rows were assigned.
+        number: of the step since its sequences were assigned.
     """
 
     slots: Slots
-    places: list[RowPlace]
+    places: list[SequencePlace]
     chosen: Tensor
     clock: Clock
     number: int
 
 
-def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: int) -> PlainStep:
+def launch_plain(slots: Slots, kind: StepKind, places: list[SequencePlace], number: int) -> PlainStep:
     """Launch a step; ``places`` may be told later."""
     clock = Clock(slots.tokens.device)
     slots.run(kind, number)

@@ -25,7 +25,7 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
     Args:
         slots: idle.
         rule: of sparse attention.
-        reserved: tokens that the rows have pages for.
+        reserved: tokens that the sequences have pages for.
 
     Returns:
         Tokens; None if the pools are too small to tell, since a list would hold most of them.
@@ -46,8 +46,8 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
         graphs = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
         for length in (short, long):
             pages = -(-length // slots.batch.page_size)
-            rows = [_pages(slots, row * pages, pages) for row in range(slots.num_slots)]
-            slots.assign([Assignment(row, length - 1, 0, Sampling(), 0, rule) for row in rows], 0)
+            seqs = [_pages(slots, seq * pages, pages) for seq in range(slots.num_slots)]
+            slots.assign([Assignment(seq, length - 1, 0, Sampling(), 0, rule) for seq in seqs], 0)
             slots.batch.advance()
             times[length] = (_seconds(graphs[0]), _seconds(graphs[1]))
     slots.assign([], 0)

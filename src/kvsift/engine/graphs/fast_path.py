@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvsift.engine.graphs.crossover import measure_crossover
-from kvsift.engine.graphs.session import Session, row_lengths
+from kvsift.engine.graphs.session import Session, sequence_lengths
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
@@ -37,7 +37,7 @@ log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
 DEVICE = Placement()
 GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole process
-SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
+SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a sequence has ended
 CAPTURED_TOKENS = 32  # from so many on a step is captured for them: capturing takes as long as some steps
 
 
@@ -92,7 +92,7 @@ class FastPath:
 
     @property
     def is_required(self) -> bool:
-        """Whether rows that cannot take captured steps are refused."""
+        """Whether sequences that cannot take captured steps are refused."""
         return self._path in ("captured", "eager")
 
     @property
@@ -103,7 +103,7 @@ class FastPath:
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
 
     def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
-        """Whether rows of a plan take steps of blocks (``block_groups``), where they take captured ones."""
+        """Whether sequences of a plan take steps of blocks (``block_groups``), where they take captured ones."""
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
         return asked and reason(model, DecoderStep.objections) is None
 
@@ -133,16 +133,16 @@ class FastPath:
                 self._prefill = FusedModel(self._fused_step(model))
             return self._prefill
 
-    def take(self, plan: Plan, rotation: int | None, rows: Sequence[int]) -> Session | None:
-        """The session of the last call over its emptied cache, if it fits rows of these lengths; else None, and its
-        memory is free. It belongs to the caller until the caller closes ``session``."""
+    def take(self, plan: Plan, rotation: int | None, seqs: Sequence[int]) -> Session | None:
+        """The session of the last call over its emptied cache, if it fits sequences of these lengths; else None, and
+        its memory is free. It belongs to the caller until the caller closes ``session``."""
         with self._making:  # no two threads take the same
             kept = self._kept
             self.release()
         fits = kept is not None and kept.cache.run.plan == plan and kept.cache.rotation == rotation
-        if kept is None or not fits or not kept.has_room(rows):
+        if kept is None or not fits or not kept.has_room(seqs):
             return None
-        kept.cache.clear(rows)
+        kept.cache.clear(seqs)
         return kept
 
     def release(self) -> None:
@@ -170,7 +170,7 @@ class FastPath:
         return Session(self._step_of(model, cache), cache, self._crossover, capture)
 
     def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
-        """Captured steps over the pool of a cache, which may grow, for rows of so many pages; ``steady``: see
+        """Captured steps over the pool of a cache, which may grow, for sequences of so many pages; ``steady``: see
         ``Session``."""
         capture = self._path != "eager"
         return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
@@ -180,7 +180,7 @@ class FastPath:
         return self._fused_step(model) if is_fused else TransformersStep(model, cache.rotation)
 
     def keeps_bits(self, model: Any) -> bool:
-        """Whether steps of blocks may be of any number of rows (``models.step``)."""
+        """Whether steps of blocks may be of any number of sequences (``models.step``)."""
         return self._fused_step(model).keeps_bits
 
     def _fused_step(self, model: Any) -> DecoderStep:
@@ -202,7 +202,7 @@ class FastPath:
     def _trial(self, plan: Plan, model: Any) -> str | None:
         """Capture a step on a cache of its own, to learn whether the model's code and quantisation allow it."""
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
-        cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
+        cache = make_cache(model, plan, rows=sequence_lengths([4 * page_size], page_size))
         with inference(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
         slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
@@ -224,6 +224,6 @@ class FastPath:
             measured = measure_crossover(slots, rule, reserved)
             if measured is None:  # this cache is too small to measure
                 return reserved + 1
-            log.info("sparse decode is faster from %d tokens on, for %d rows", measured, slots.num_slots)
+            log.info("sparse decode is faster from %d tokens on, for %d sequences", measured, slots.num_slots)
             self._crossovers[key] = measured
         return min(self._crossovers[key], reserved + 1)

@@ -1,4 +1,5 @@
-"""What slots are fed: rows that take one each, blocks of tokens that take neighbouring ones, and the next tokens."""
+"""What slots are fed: sequences that take one each, blocks of tokens that take neighbouring ones, and the next
+tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NO_PAGES: Pages = ()  # of an idle slot
 
 
 class Assignment(NamedTuple):
-    """A row that takes a slot."""
+    """A sequence that takes a slot."""
 
     pages: Pages  # of its tokens so far, and of those to come
     length: int  # tokens cached
@@ -25,15 +26,15 @@ class Assignment(NamedTuple):
     sampling: Sampling
     drawn: int  # tokens chosen so far, the one to feed included
     rule: Rule | None  # of decode; None is dense
-    dense_below: int = 0  # context length below which the row is dense in every layer
+    dense_below: int = 0  # context length below which the sequence is dense in every layer
 
     def dense_below_in(self, layer: int) -> int:
-        """Return the context length below which the row is dense in a layer."""
+        """Return the context length below which the sequence is dense in a layer."""
         return ALWAYS if self.rule is None or layer in self.rule.budget.dense_layers else self.dense_below
 
 
 class Block(NamedTuple):
-    """Consecutive tokens of a row, which take neighbouring slots."""
+    """Consecutive tokens of a sequence, which take neighbouring slots."""
 
     pages: Pages
     length: int  # tokens cached before them
@@ -43,7 +44,7 @@ class Block(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """What the device alone knows of rows that are assigned.
+    """What the device alone knows of sequences that are assigned.
 
     Attributes:
         ahead: int64 [slots], places by which each is farther than it was assigned.
@@ -67,20 +68,20 @@ class Feed(NamedTuple):
 IDLE = Feed(1, 0, Sampling())
 
 
-def feeds_of_rows(rows: Sequence[Assignment], num_slots: int, steps: int) -> tuple[list[Feed], Tensor | None]:
+def feeds_of_sequences(seqs: Sequence[Assignment], num_slots: int, steps: int) -> tuple[list[Feed], Tensor | None]:
     """Return what each slot feeds, and random numbers of the steps, int64 [steps, num_slots]; None: nobody draws."""
-    feeds, noise = [Feed(row.length, row.token, row.sampling) for row in rows], None
+    feeds, noise = [Feed(seq.length, seq.token, seq.sampling) for seq in seqs], None
     if _any_drawn(feeds):
         noise = torch.zeros(steps, num_slots, dtype=torch.int64)
-        for slot, row in enumerate(rows):
-            noise[:, slot] = _noise(row.sampling, row.drawn, steps)
-    return feeds + [IDLE] * (num_slots - len(rows)), noise
+        for slot, seq in enumerate(seqs):
+            noise[:, slot] = _noise(seq.sampling, seq.drawn, steps)
+    return feeds + [IDLE] * (num_slots - len(seqs)), noise
 
 
 def feeds_of_blocks(
     blocks: Mapping[int, Block], num_slots: int, size: int, steps: int
 ) -> tuple[list[Feed], Tensor | None]:
-    """``feeds_of_rows`` of blocks of so many slots, by their places."""
+    """``feeds_of_sequences`` of blocks of so many slots, by their places."""
     feeds, drawn = [IDLE] * num_slots, torch.zeros(steps, num_slots, dtype=torch.int64)
     for number, block in blocks.items():
         last = len(block.tokens) - 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.graphs.accounting import DecodeRow
+from kvsift.engine.graphs.accounting import CapturedSequence
 from kvsift.engine.graphs.slots import CapturedStep, Slots
 from kvsift.layer.paged_decode import DecodeLayer
 from kvsift.layer.probe import probe as compare
@@ -17,34 +17,34 @@ from kvsift.types import Selection
 
 
 class Probe(NamedTuple):
-    """Recall and recovery of one layer's list for one row. It counts if the step's token is read."""
+    """Recall and recovery of one layer's list for one sequence. It counts if the step's token is read."""
 
-    row: DecodeRow
+    seq: CapturedSequence
     layer: int
     recall: float
     recovery: float
 
     def add(self) -> None:
-        tally = self.row.stats.tally(self.layer, "decode")
+        tally = self.seq.stats.tally(self.layer, "decode")
         tally.probes += 1
         tally.recall, tally.recovery = tally.recall + self.recall, tally.recovery + self.recovery
 
 
 @torch.inference_mode()
-def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> tuple[list[Probe], float]:
-    """Compare the step that was just launched with exact attention, for the rows whose turn it is.
+def probe_sequences(slots: Slots, step: CapturedStep, seqs: Sequence[CapturedSequence]) -> tuple[list[Probe], float]:
+    """Compare the step that was just launched with exact attention, for the sequences whose turn it is.
 
     Returns:
         The probes, and the seconds they took.
     """
     spent, probes = 0.0, []
-    for slot, row in enumerate(rows):
-        layers = [] if row.done else _sparse_layers(slots, row)
+    for slot, seq in enumerate(seqs):
+        layers = [] if seq.done else _sparse_layers(slots, seq)
         if not layers:
             continue
-        position, every = row.written - 1, row.stats.probe_every
-        due = row.guard.due(position, every) if row.is_guarded else row.sparse_steps % every == 0
-        row.sparse_steps += 1
+        position, every = seq.written - 1, seq.stats.probe_every
+        due = seq.guard.due(position, every) if seq.is_guarded else seq.sparse_steps % every == 0
+        seq.sparse_steps += 1
         if not due:
             continue
         if slots.tokens.is_cuda:
@@ -52,18 +52,18 @@ def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> t
         started = perf_counter()
         for index in layers:
             layer = slots.layers[index]
-            probe = Probe(row, layer.shape.layer, *_probe(layer, slot, row.written, step.queries[index][slot]))
+            probe = Probe(seq, layer.shape.layer, *_probe(layer, slot, seq.written, step.queries[index][slot]))
             probes.append(probe)
-            if row.is_guarded:
-                row.guard.note(position, probe.layer, probe.recovery)
+            if seq.is_guarded:
+                seq.guard.note(position, probe.layer, probe.recovery)
         spent += perf_counter() - started
     return probes, spent
 
 
-def _sparse_layers(slots: Slots, row: DecodeRow) -> list[int]:
-    """Return the layers whose lists left something out in the last step of a row, by index."""
-    rule, length = row.rule, row.written
-    if rule is None or row.stats.probe_every == 0 or row.dense[-1]:
+def _sparse_layers(slots: Slots, seq: CapturedSequence) -> list[int]:
+    """Return the layers whose lists left something out in the last step of a sequence, by index."""
+    rule, length = seq.rule, seq.written
+    if rule is None or seq.stats.probe_every == 0 or seq.dense[-1]:
         return []
     numbers = [layer.shape.layer for layer in slots.layers]
     sparse = [index for index, number in enumerate(numbers) if number not in rule.budget.dense_layers]

@@ -1,4 +1,4 @@
-"""Captured steps over the rows of a cache, and what later rows can use again."""
+"""Captured steps over the sequences of a cache, and what later sequences can use again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvsift.models.step import Step
 from kvsift.plan.plan import Rule
 
 BLOCK = 8  # tokens: as many as one answer is worth drafting
-BLOCK_ROWS = 4  # that are verified together: products of 32 rows take hardly longer than those of one
-STEADY_SLOTS = 16  # as many as rows may take steps together
+BLOCK_SEQUENCES = 4  # that are verified together: products of 32 sequences take hardly longer than those of one
+STEADY_SLOTS = 16  # as many as sequences may take steps together
 Crossover = Callable[[SparseCache, Slots, Rule], int]
 
 
@@ -26,11 +26,11 @@ class Session:
         cache: every layer has a token, and pages reserved for all tokens to come.
         crossover: returns the context length below which dense steps are faster.
         capture: False runs steps without graphs, for tests on a CPU.
-        rules: decode rules that rows may have (``Slots``); the cache's own by default.
-        steady: what a row answers is not to depend on others: all steps are of as many slots, and each row is attended
-            by its own mode.
-        max_pages: of a row, in a pool that may grow: ``KVPool.moves`` tells when these steps are of no use any more. By
-            default those of the cache's longest row, and its pool does not grow.
+        rules: decode rules that sequences may have (``Slots``); the cache's own by default.
+        steady: what a sequence answers is not to depend on others: all steps are of as many slots, and each sequence is
+            attended by its own mode.
+        max_pages: of a sequence, in a pool that may grow: ``KVPool.moves`` tells when these steps are of no use any
+            more. By default those of the cache's longest sequence, and its pool does not grow.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Session:
 
     @property
     def fits(self) -> bool:
-        """Whether the steps are valid for the cache as it is: plan, pools, and rows that fit."""
+        """Whether the steps are valid for the cache as it is: plan, pools, and sequences that fit."""
         return self.cache.table.longest <= self.max_pages and self._fingerprint() == self._made_for
 
-    def has_room(self, rows: Sequence[int]) -> bool:
-        """Return whether rows of these lengths fit into what is allocated."""
-        table, pages = self.cache.table, [-(-length // self.cache.page_size) for length in rows]
-        fits = len(rows) <= table.num_rows and max(pages) <= self.max_pages
+    def has_room(self, seqs: Sequence[int]) -> bool:
+        """Return whether sequences of these lengths fit into what is allocated."""
+        table, pages = self.cache.table, [-(-length // self.cache.page_size) for length in seqs]
+        fits = len(seqs) <= table.num_rows and max(pages) <= self.max_pages
         return fits and sum(pages) <= table.num_reserved + table.pool.num_free
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None] = ()) -> Slots:
@@ -84,15 +84,15 @@ class Session:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether steps of blocks may be of any number of rows (``models.step``)."""
+        """Whether steps of blocks may be of any number of sequences (``models.step``)."""
         return self._step.keeps_bits
 
-    def blocks(self, number: int, rows: int, size: int) -> Slots:
+    def blocks(self, number: int, seqs: int, size: int) -> Slots:
         """Return slots of at least so many sequences with a block of ``size`` tokens each; others for each number.
 
-        Where bits depend on the number of rows, there are ``BLOCK_ROWS`` sequences with ``BLOCK`` tokens.
+        Where bits depend on the number of sequences, there are ``BLOCK_SEQUENCES`` sequences with ``BLOCK`` tokens.
         """
-        key = (number, _bucket(rows), size) if self.keeps_bits else (number, BLOCK_ROWS, BLOCK)
+        key = (number, _bucket(seqs), size) if self.keeps_bits else (number, BLOCK_SEQUENCES, BLOCK)
         if key not in self._blocks:
             sizes = key[1] * key[2], self.max_pages
             self._blocks[key] = Slots(self._step, self._angles, self.cache, [None], *sizes, self._pool, key[2])
@@ -125,8 +125,9 @@ class Session:
         return str(self.cache.run.plan.decode), *(pool.data_ptr() for pool in pools)
 
 
-def row_lengths(lengths: Sequence[int], page_size: int) -> list[int]:
-    """Return what to reserve for rows of these lengths: a little more, for the next call, and rows for all slots."""
+def sequence_lengths(lengths: Sequence[int], page_size: int) -> list[int]:
+    """Return what to reserve for sequences of these lengths: a little more, for the next call, and sequences for all
+    slots."""
     roomy = [round_up(-(-length // page_size)) * page_size for length in lengths]
     return roomy + [0] * (_bucket(len(lengths)) - len(lengths))
 
@@ -137,5 +138,5 @@ def round_up(pages: int) -> int:
     return -(-pages // step) * step
 
 
-def _bucket(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()
+def _bucket(seqs: int) -> int:
+    return 1 << max(seqs - 1, 0).bit_length()

@@ -1,6 +1,6 @@
 """Slots of sequences that decode together: static buffers, the step over them, and its CUDA graphs.
 
-A slot is assigned to a row of a cache or idle. An idle slot decodes a token of no meaning at position 0 of a scratch
+A slot is assigned to a sequence of a cache or idle. An idle slot decodes a padding token at position 0 of a scratch
 page in every step, so that a batch of three can run as one of four.
 """
 
@@ -24,7 +24,7 @@ from kvsift.engine.graphs.feeds import (
     Shift,
     drafts_at,
     feeds_of_blocks,
-    feeds_of_rows,
+    feeds_of_sequences,
     uploaded,
 )
 from kvsift.engine.sampling import NO_TOKEN, Choice, draw, likeliest
@@ -77,8 +77,8 @@ class Slots:
     Args:
         step: of the model.
         angles: rotary angles of all positions.
-        cache: of all rows; its pools must not move while this object is in use.
-        rules: decode rules that rows may have, all of one method; None is dense.
+        cache: of all sequences; its pools must not move while this object is in use.
+        rules: decode rules that sequences may have, all of one method; None is dense.
         num_slots: sequences side by side.
         max_pages: of a sequence.
         pool: of memory that graphs share; None runs steps without graphs.
@@ -116,7 +116,9 @@ class Slots:
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
         self._captured: dict[StepKind, CapturedStep] = {}
-        self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which rows are dense, as they are
+        self._ruled: tuple[object, object] | None = (
+            None  # budgets, and lengths below which sequences are dense, as they are
+        )
         self._known_knobs: list[tuple[float, float]] = []  # on the device
 
     @property
@@ -133,7 +135,7 @@ class Slots:
         return kind in self._captured
 
     def sparse_mode(self, rule: Rule | None) -> StepMode:
-        """Return the mode of a step whose rows have this rule and are not dense."""
+        """Return the mode of a step whose sequences have this rule and are not dense."""
         dense = () if rule is None else rule.budget.dense_layers
         return "mixed" if any(layer.method and layer.shape.layer in dense for layer in self.layers) else "sparse"
 
@@ -153,13 +155,13 @@ class Slots:
         self._captured[kind] = CapturedStep(graph, queries, logits)
 
     @torch.inference_mode()
-    def assign(self, rows: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
-        """Assign slot i to ``rows[i]`` for at most so many steps; the other slots are idle."""
-        free = self.num_slots - len(rows)
-        self._assign_rules(rows, free)
+    def assign(self, seqs: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
+        """Assign slot i to ``seqs[i]`` for at most so many steps; the other slots are idle."""
+        free = self.num_slots - len(seqs)
+        self._assign_rules(seqs, free)
         for slot in range(self.num_slots):
-            self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
-        self._feed(feeds_of_rows(rows, self.num_slots, steps + (0 if shift is None else shift.most)))
+            self._place(slot, seqs[slot].pages if slot < len(seqs) else NO_PAGES)
+        self._feed(feeds_of_sequences(seqs, self.num_slots, steps + (0 if shift is None else shift.most)))
         if shift is not None:
             self.batch.lengths.add_(shift.ahead)
             self.tokens.copy_(shift.tokens)
@@ -221,10 +223,10 @@ class Slots:
             self._knobs.copy_(uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
             self._known_knobs = knobs
 
-    def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
-        budgets = [None if row.rule is None else row.rule.budget for row in rows]
+    def _assign_rules(self, seqs: Sequence[Assignment], free: int) -> None:
+        budgets = [None if seq.rule is None else seq.rule.budget for seq in seqs]
         below = [
-            [min(ALWAYS, row.dense_below_in(layer.shape.layer)) for row in rows] + [ALWAYS] * free
+            [min(ALWAYS, seq.dense_below_in(layer.shape.layer)) for seq in seqs] + [ALWAYS] * free
             for layer in self.layers
         ]
         if (budgets, below) == self._ruled:
@@ -244,7 +246,7 @@ class Slots:
 
     @torch.inference_mode()
     def run(self, kind: StepKind, number: int) -> CapturedStep:
-        """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
+        """Launch a step, the ``number``-th since sequences were assigned; ``tokens`` are then the next ones."""
         captured = self._captured[kind]
         if kind.choice != "greedy" and len(self._noise):  # else nobody draws
             self._drawn.copy_(self._noise[number])
@@ -258,7 +260,7 @@ class Slots:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], kind: StepKind) -> Tensor:
-        """Feed known tokens to the row in the first slot, by steps that keep their logits: those after each token,
+        """Feed known tokens to the sequence in the first slot, by steps that keep their logits: those after each token,
         float32 [tokens, vocabulary]."""
         found = []
         for token in tokens:
@@ -288,11 +290,11 @@ class Slots:
         """The summaries that a step writes, of each layer."""
         if mode != "dense":
             return self._summaries
-        # without blocks they are read once contexts are long, and written then (``DecodeRow``)
+        # without blocks they are read once contexts are long, and written then (``CapturedSequence``)
         kinds = {kind for kind in self._summaries[0] if kind in SKETCHES} if self.batch.block else set()
         if self.batch.block == 1:
             kinds |= {kind for kind in self._summaries[0] if row_twin(kind) is not None}
-        return [{kind: rows for kind, rows in pools.items() if kind in kinds} for pools in self._summaries]
+        return [{kind: seqs for kind, seqs in pools.items() if kind in kinds} for pools in self._summaries]
 
     def _summarise(self) -> None:
         """Write the summaries of the pages that the tokens of this step have filled, sketches apart."""
@@ -300,9 +302,9 @@ class Slots:
         page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
         slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
         for layer, summaries in zip(self.layers, self._summaries):
-            for kind, rows in summaries.items():
+            for kind, seqs in summaries.items():
                 if row_twin(kind) is not None:  # drafts go without others
-                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, seqs, pages)
 
 
 def tokens_of(results: Tensor) -> list[int]:
@@ -342,7 +344,7 @@ def _layer(
     """A layer above ``lower``, which are given by their true indices."""
     shape, (keys, values, summaries) = attention.shape, attention.store.pools()
     methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
-    assert all(method == methods[0] for method in methods), "rows of one batch rank pages by one method"
+    assert all(method == methods[0] for method in methods), "sequences of one batch rank pages by one method"
     if not methods:
         return DecodeLayer(shape, batch, keys, values)
     method = methods[0]

@@ -60,7 +60,7 @@ class ExactDecoder:
     Attributes:
         pace: as given.
         drafts: as given.
-        rests: nothing is proposed now, and drafts need not learn from this step: they pause, or the time of a dense
+        is_paused: nothing is proposed now, and drafts need not learn from this step: they pause, or the time of a dense
             step is to be measured.
         report: what was done so far.
     """
@@ -68,7 +68,7 @@ class ExactDecoder:
     def __init__(
         self, ids: Sequence[int], pace: Pace, drafts: bool = True, repeats: bool = True, learns: bool = False
     ) -> None:
-        self.pace, self.drafts, self.rests, self._learns = pace, drafts, False, learns
+        self.pace, self.drafts, self.is_paused, self._learns = pace, drafts, False, learns
         self._repeats = Repeats(ids) if repeats else None
         self._is_known = False  # the last token is among ``_repeats``
         self.report = ExactReport()
@@ -84,7 +84,7 @@ class ExactDecoder:
             length, repeated = self._repeats.find(most)
         choice = self.pace.choose(length, len(repeated), max(most, 0) if self.drafts and not is_ahead else 0)
         known = self.pace.measured
-        self.rests = not choice.tokens and (not self.drafts or known.left > 0 or known.is_due)
+        self.is_paused = not choice.tokens and (not self.drafts or known.left > 0 or known.is_due)
         if is_ahead:
             return Proposal()
         return Proposal(repeated[: choice.tokens], length) if choice.is_repeat else Proposal(drafts=choice.tokens)
@@ -93,7 +93,7 @@ class ExactDecoder:
         self, proposal: Proposal, accepted: int, draft_s: float, verify_s: float, is_wrong: bool, most: int
     ) -> None:
         """Note how many of the proposed tokens were accepted, the seconds spent, whether one was refused, and how many
-        were proposed at most in the rows of the step."""
+        were proposed at most in the sequences of the step."""
         pace, report, proposed = self.pace, self.report, len(proposal.tokens)
         if proposal.repeat:
             pace.note_repeats(proposal.repeat, proposed, accepted)
@@ -102,7 +102,7 @@ class ExactDecoder:
             pace.note_drafts(proposed, accepted, draft_s)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
             report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
-        if proposed or (not most and (self.rests or not self._learns)):  # else it was no dense step
+        if proposed or (not most and (self.is_paused or not self._learns)):  # else it was no dense step
             pace.note_verified(most + 1, verify_s)
         report.verified[proposed] += 1
         report.verify_s += verify_s

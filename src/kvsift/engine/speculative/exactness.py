@@ -60,7 +60,7 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
 
 
 def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
-    """The decoder of a request's row; None if it is not to be exact."""
+    """The decoder of a request's sequence; None if it is not to be exact."""
     if not request.exact:
         return None
     if request.logprobs is not None and runner.fast_path.enabled:

@@ -66,7 +66,7 @@ class Measured:
         drafted: drafts that were accepted.
         draft: seconds of one token that is drafted.
         verify: number of tokens -> seconds of their verification.
-        drafts: of each row in the next step.
+        drafts: of each sequence in the next step.
         is_paused: drafts did not pay when they were last tried.
         pause: steps until the next try, once they have not paid.
         left: of these, steps to come.
@@ -88,10 +88,10 @@ class Measured:
         return 1 not in self.verify or (self.since_dense > 0 and self.since_dense % DENSE_EVERY == 0)
 
     def decide(self, shares: Sequence[float], most: int) -> None:
-        """Decide how many tokens rows draft in the next step.
+        """Decide how many tokens sequences draft in the next step.
 
         Args:
-            shares: of the drafts of each row, as far as they are known.
+            shares: of the drafts of each sequence, as far as they are known.
             most: tokens that may be drafted; 0: none can be.
         """
         is_waiting, self.left = self.left > 0, max(self.left - 1, 0)
@@ -110,7 +110,8 @@ class Measured:
         self.is_paused, self.left, self.pause = True, self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
     def best(self, shares: Sequence[float], most: int, draft_s: float, is_repeat: bool) -> Amount:
-        """The number of proposals with the most tokens per second, each accepted with the probability of its row."""
+        """The number of proposals with the most tokens per second, each accepted with the probability of its
+        sequence."""
         choices = []
         for count in range(1, most + 1):
             expected = sum((1 - share ** (count + 1)) / (1 - share) for share in shares) / len(shares)
@@ -199,12 +200,12 @@ class Pace:
 
 
 def decide_together(paces: Sequence[Pace], most: Sequence[int]) -> None:
-    """Decide how much the rows of the next step draft; ``most``: tokens that each of them may draft.
+    """Decide how much the sequences of the next step draft; ``most``: tokens that each of them may draft.
 
     Those that measure together draft together: the step takes as long for all as for one.
     """
     kinds: dict[int, list[int]] = {}
-    for row, pace in enumerate(paces):
-        kinds.setdefault(id(pace.measured), []).append(row)
-    for rows in kinds.values():
-        paces[rows[0]].measured.decide([paces[row].drafted_share for row in rows], max(most[row] for row in rows))
+    for seq, pace in enumerate(paces):
+        kinds.setdefault(id(pace.measured), []).append(seq)
+    for seqs in kinds.values():
+        paces[seqs[0]].measured.decide([paces[seq].drafted_share for seq in seqs], max(most[seq] for seq in seqs))

@@ -1,4 +1,4 @@
-"""Rows under RetrievalAttention by blocks share prefixes: what was learned of a prompt is learned once."""
+"""Sequences under RetrievalAttention by blocks share prefixes: what was learned of a prompt is learned once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from engine.test_exact import write_wide
-from engine.test_rows import GRID, SMALL, assert_equal, finish, new_llm, new_row, run
+from engine.test_sequences import GRID, SMALL, assert_equal, finish, new_llm, new_sequence, run
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, native
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.indexes.graph import GraphIndex
 from kvsift.server.kept_prompts import keep
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no graphs: {nat
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> dict[str, Row]:
-    """Rows that share nothing."""
-    return {text: run(llm := new_llm(llama), new_row(llm, text, PLAN, 40)) for text in (TEXT, OTHER)}
+def alone(llama: Path) -> dict[str, Sequence]:
+    """Sequences that share nothing."""
+    return {text: run(llm := new_llm(llama), new_sequence(llm, text, PLAN, 40)) for text in (TEXT, OTHER)}
 
 
 def keeping(directory: Path) -> LLM:
@@ -35,64 +35,68 @@ def keeping(directory: Path) -> LLM:
 
 
 def built(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list of the rows of each graph that is built from now on."""
-    rows, build = [], GraphIndex.build
+    """A list of the sequences of each graph that is built from now on."""
+    seqs, build = [], GraphIndex.build
 
     def spy(keys: torch.Tensor, *given: Any, **settings: Any) -> Any:
-        rows.append(keys.shape[1])
+        seqs.append(keys.shape[1])
         return build(keys, *given, **settings)
 
     monkeypatch.setattr(GraphIndex, "build", spy)
-    return rows
+    return seqs
 
 
-def test_rows_that_begin_alike_and_diverge(llama: Path, alone: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_that_begin_alike_and_diverge(
+    llama: Path, alone: dict[str, Sequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = keeping(llama)
     graphs = built(llm, monkeypatch)
-    first, second = (new_row(llm, text, PLAN, 40) for text in (TEXT, OTHER))
+    first, second = (new_sequence(llm, text, PLAN, 40) for text in (TEXT, OTHER))
     run(llm, first, second)
     layers = 3
     assert graphs == [BLOCK - 4] * layers + [BLOCK] * 2 * layers, "the first block once, the second once by each row"
     assert (first.num_reused, second.num_reused) == (0, 4 * GRID)
-    for row, text in ((first, TEXT), (second, OTHER)):
-        assert_equal(row, alone[text])
-    again = run(llm, new_row(llm, TEXT, PLAN, 40))
+    for seq, text in ((first, TEXT), (second, OTHER)):
+        assert_equal(seq, alone[text])
+    again = run(llm, new_sequence(llm, TEXT, PLAN, 40))
     assert_equal(again, alone[TEXT])
     assert again.num_reused == 6 * GRID
     assert len(graphs) == 3 * layers, "nothing was built again"
 
 
-def test_what_a_cancelled_row_has_read_is_of_use(llama: Path, alone: dict[str, Row]) -> None:
+def test_what_a_cancelled_sequence_has_read_is_of_use(llama: Path, alone: dict[str, Sequence]) -> None:
     llm = keeping(llama)
-    cancelled = new_row(llm, TEXT, PLAN, 40)
+    cancelled = new_sequence(llm, TEXT, PLAN, 40)
     llm.loop.submit(cancelled)
     while cancelled.num_cached < 3 * GRID:
         llm.loop.step()
     llm.loop.cancel(cancelled)
-    row = run(llm, new_row(llm, TEXT, PLAN, 40))
-    assert row.num_reused == 3 * GRID
-    assert_equal(row, alone[TEXT])
+    seq = run(llm, new_sequence(llm, TEXT, PLAN, 40))
+    assert seq.num_reused == 3 * GRID
+    assert_equal(seq, alone[TEXT])
 
 
-def test_rows_that_decode_and_widen_change_nothing_for_others(llama: Path, alone: dict[str, Row]) -> None:
+def test_sequences_that_decode_and_widen_change_nothing_for_others(llama: Path, alone: dict[str, Sequence]) -> None:
     llm = keeping(llama)
-    rows = [new_row(llm, TEXT, PLAN, number) for number in (40, 7, 40)]
-    for row in rows:
-        llm.loop.submit(row)
-        while row.state in ("waiting", "reading"):
+    seqs = [new_sequence(llm, TEXT, PLAN, number) for number in (40, 7, 40)]
+    for seq in seqs:
+        llm.loop.submit(seq)
+        while seq.state in ("waiting", "reading"):
             llm.loop.step()
-    finish(llm, rows)
-    for row in rows:
-        assert_equal(row, alone[TEXT])
+    finish(llm, seqs)
+    for seq in seqs:
+        assert_equal(seq, alone[TEXT])
     for node in llm.loop.pages.tree._nodes.values():
         for state in (layer["decode"] for layer in node.sealed):
             assert (state.audits.log, state.searched_from) == ([], None), "a row wrote into what is shared"
             assert all(span.stop < GRID * (node.depth + 1) for span in state.spans)
 
 
-def test_a_chunk_that_failed_is_read_again(llama: Path, alone: dict[str, Row], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_failed_is_read_again(
+    llama: Path, alone: dict[str, Sequence], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = keeping(llama)
-    run(llm, new_row(llm, text_of(400)[::-1], "dense"))
+    run(llm, new_sequence(llm, text_of(400)[::-1], "dense"))
     prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
 
     def short_of_memory(cache: Any, ids: Any, *args: Any, **options: Any) -> Any:
@@ -102,19 +106,19 @@ def test_a_chunk_that_failed_is_read_again(llama: Path, alone: dict[str, Row], m
         return logits
 
     monkeypatch.setattr(llm, "prefill", short_of_memory)
-    assert_equal(run(llm, new_row(llm, TEXT, PLAN, 40)), alone[TEXT])
+    assert_equal(run(llm, new_sequence(llm, TEXT, PLAN, 40)), alone[TEXT])
     assert not failures
 
 
-def test_dense_rows_share_with_others_than_they_do(llama: Path, alone: dict[str, Row]) -> None:
+def test_dense_sequences_share_with_others_than_they_do(llama: Path, alone: dict[str, Sequence]) -> None:
     llm = keeping(llama)
-    run(llm, new_row(llm, TEXT, "dense"))
-    row, wider = new_row(llm, TEXT, PLAN, 40), new_row(llm, TEXT, PLAN.replace("budget=80", "budget=90"))
-    assert_equal(run(llm, row), alone[TEXT])
-    assert run(llm, wider).num_reused == row.num_reused == 0, "indexes are of one rule"
+    run(llm, new_sequence(llm, TEXT, "dense"))
+    seq, wider = new_sequence(llm, TEXT, PLAN, 40), new_sequence(llm, TEXT, PLAN.replace("budget=80", "budget=90"))
+    assert_equal(run(llm, seq), alone[TEXT])
+    assert run(llm, wider).num_reused == seq.num_reused == 0, "indexes are of one rule"
 
 
-def test_exact_rows_share_what_was_learned(tmp_path: Path) -> None:
+def test_exact_sequences_share_what_was_learned(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, "exact": True, "plan": PLAN}
     directory = write_wide(tmp_path, "Qwen3")
     llm = LLM(directory, "dense", device="cpu", dtype="float32", chunk_size=GRID, keep_tokens=10_000)
@@ -145,10 +149,10 @@ def test_documents_are_saved_without_queries(llama: Path, tmp_path: Path) -> Non
 def test_a_server_keeps_no_file_that_it_could_not_use(llama: Path, tmp_path: Path) -> None:
     llm = new_llm(llama)
     for plan, is_kept in ((PLAN, False), ("dense", True)):
-        row = new_row(llm, TEXT, plan)
-        llm.loop.submit(row)
-        while row.state != "decoding":
+        seq = new_sequence(llm, TEXT, plan)
+        llm.loop.submit(seq)
+        while seq.state != "decoding":
             llm.loop.step()
-        keep(tmp_path / "kept", llm, row, TEXT)
+        keep(tmp_path / "kept", llm, seq, TEXT)
         assert (tmp_path / "kept").exists() == is_kept
-        llm.loop.close(row)
+        llm.loop.close(seq)

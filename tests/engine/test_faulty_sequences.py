@@ -18,9 +18,9 @@ from kvsift import LLM, Sampling
 from kvsift.api import generation
 from kvsift.api.generation import Generation
 from kvsift.engine.loop import Loop
-from kvsift.engine.row import CacheReport
-from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
+from kvsift.engine.sequence import CacheReport
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import TextOutput, TokenLogprobs, Transcript
 from kvsift.errors import LogitsError
 from kvsift.layer.selection_log import SelectionLog
@@ -41,8 +41,8 @@ def of_transcript(transcript: Transcript, *_: Any) -> bool:
     return transcript.request.sampling.seed == FAULTY
 
 
-def of_row(_: Any, row: Any, *others: Any) -> bool:
-    return of_output(row.output)
+def of_sequence(_: Any, seq: Any, *others: Any) -> bool:
+    return of_output(seq.output)
 
 
 def of_working(*_: Any) -> bool:
@@ -50,8 +50,8 @@ def of_working(*_: Any) -> bool:
 
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "the loop takes the row": (Loop, "_enter", of_row),
-    "the cache is opened": (RunnerRows, "open", of_row),
+    "the loop takes the row": (Loop, "_enter", of_sequence),
+    "the cache is opened": (SequenceRunner, "open", of_sequence),
     "how far the prompt is read": (TextOutput, "read", of_output),
     "a selection is recorded": (SelectionLog, "after_segment", lambda log, *_: log.prompt_length == 171),
     "the sampler": (Chooser, "__call__", lambda chooser, *_: chooser._sampling.seed == FAULTY),
@@ -62,7 +62,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "the log-probabilities": (TokenLogprobs, "of", of_working),
     "the counters of the cache": (CacheReport, "of", of_working),
     "the passages": (generation, "passages_of", of_working),
-    "the answer": (generation, "answer_of_row", of_row),
+    "the answer": (generation, "answer_of_row", of_sequence),
 }
 
 
@@ -93,8 +93,8 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         return work
 
     replace(TextOutput, "take", known(of_output))
-    replace(Loop, "_finish", known(of_row))
-    replace(Generation, "_settle", known(lambda _, index, row, *others: of_output(row.output)))
+    replace(Loop, "_finish", known(of_sequence))
+    replace(Generation, "_settle", known(lambda _, index, seq, *others: of_output(seq.output)))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_prompt_that_fails_leaves_the_others_of_its_call_their_answers(
     assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
     assert failed.value.__notes__ == ["kvsift: of 3 prompts, these failed: 2. The attribute answers has the others."]
     assert ask(llm, TEXTS[0], 1).token_ids == expected[0]
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     llm.loop.check()
 
 
@@ -197,7 +197,7 @@ def test_a_token_whose_logits_are_nan_ends_its_answer_with_a_sentence(
     found = failed.value.answers
     assert found[1] is None
     assert [found[0].token_ids, found[2].token_ids] == [before[0].token_ids, before[2].token_ids]
-    with pytest.raises(LogitsError):  # in the rows of the loop
+    with pytest.raises(LogitsError):  # in the sequences of the loop
         llm.generate(TEXTS[1], **{**options, "sampling": options["sampling"][1]})
     with torch.no_grad():
         weight[token] = was
@@ -229,14 +229,14 @@ def test_logits_from_which_no_token_can_be_chosen_are_named(sampling: Sampling, 
 
 
 def test_memory_that_cannot_be_told_ends_those_that_wait_for_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row that decodes goes on."""
-    room, alone = RunnerRows.room, llm.generate(TEXTS[0], max_new_tokens=12).token_ids
+    """The sequence that decodes goes on."""
+    room, alone = SequenceRunner.room, llm.generate(TEXTS[0], max_new_tokens=12).token_ids
     stream = llm.stream(TEXTS[0], max_new_tokens=12)
     next(stream)
-    monkeypatch.setattr(RunnerRows, "room", lambda *_: 1 / 0)
+    monkeypatch.setattr(SequenceRunner, "room", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="the memory that there is cannot be told"):
         llm.generate(TEXTS[1], max_new_tokens=2)
-    monkeypatch.setattr(RunnerRows, "room", room)
+    monkeypatch.setattr(SequenceRunner, "room", room)
     list(stream)
     assert stream.answer is not None
     assert stream.answer.token_ids == alone

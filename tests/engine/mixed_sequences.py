@@ -1,4 +1,4 @@
-"""Rows with decode rules of their own in one batch, through the engine's loop, without its front door."""
+"""Sequences with decode rules of their own in one batch, through the engine's loop, without its front door."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvsift.engine.graphs.accounting import DecodeRow
-from kvsift.engine.graphs.captured_rows import CapturedRows
-from kvsift.engine.graphs.session import Session, row_lengths
+from kvsift.engine.graphs.accounting import CapturedSequence
+from kvsift.engine.graphs.captured_sequences import CapturedSequences
+from kvsift.engine.graphs.session import Session, sequence_lengths
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
@@ -26,15 +26,15 @@ def decode(
     doubled: list[list[str]] | None = None,
 ) -> list[tuple[list[int], dict[str, Any]]]:  # fmt: skip
     """Decode prompts side by side, each by its own plan; the last plan is the cache's, and sparse in most layers.
-    Rows take so many steps, or ``fewer``; what their budgets became is added to ``doubled``.
+    Sequences take so many steps, or ``fewer``; what their budgets became is added to ``doubled``.
 
     Returns:
-        Tokens and counters of each row.
+        Tokens and counters of each sequence.
     """
     rules = [rule_of(parse_plan(plan)) for plan in plans]
-    lengths = row_lengths([len(prompt) + steps + 8 for prompt in prompts], parse_plan(plans[-1]).page_size or 16)
+    lengths = sequence_lengths([len(prompt) + steps + 8 for prompt in prompts], parse_plan(plans[-1]).page_size or 16)
     cache = make_cache(model, plans[-1], rows=lengths)
-    rows = []
+    seqs = []
     for number, (prompt, sampling, rule) in enumerate(zip(prompts, samplings, rules)):
         num_new = steps + 1 - (fewer[number] if fewer else 0)
         stats = RunStats(probe_every=4)
@@ -43,15 +43,15 @@ def decode(
             ids = torch.tensor([prompt], device=model.device)
             logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
         token = sampling.chooser(model.device)(logits[0, -1])
-        rows.append(DecodeRow(cache, number, stats, len(prompt), num_new - 1, token, rule, sampling))
+        seqs.append(CapturedSequence(cache, number, stats, len(prompt), num_new - 1, token, rule, sampling))
     session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
-    captured, tokens = CapturedRows(session), {row.place: [row.token] for row in rows}
-    while running := [row for row in rows if not row.done]:
-        for row, token in zip(running, captured.step(running)):
-            tokens[row.place].append(token)
-            if row.steps == row.most:
-                captured.leave(row)
+    captured, tokens = CapturedSequences(session), {seq.place: [seq.token] for seq in seqs}
+    while running := [seq for seq in seqs if not seq.done]:
+        for seq, token in zip(running, captured.step(running)):
+            tokens[seq.place].append(token)
+            if seq.steps == seq.most:
+                captured.leave(seq)
     if doubled is not None:
-        doubled += [[widening.after for widening in row.stats.widenings] for row in rows]
-    reports = [row.stats.report()["phases"]["decode"] for row in rows]
-    return [(tokens[row.place], {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]
+        doubled += [[widening.after for widening in seq.stats.widenings] for seq in seqs]
+    reports = [seq.stats.report()["phases"]["decode"] for seq in seqs]
+    return [(tokens[seq.place], {key: report[key] for key in KEYS}) for seq, report in zip(seqs, reports)]

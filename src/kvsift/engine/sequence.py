@@ -1,4 +1,4 @@
-"""A row of the loop: one request from its arrival to its end."""
+"""A sequence of the loop: one request from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvsift.layer.accounting import Observer, RunStats
 from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
 
-State = Literal["waiting", "reading", "decoding", "ended"]
-OPEN_STATES: tuple[State, ...] = "waiting", "reading", "decoding"
+State = Literal["waiting", "prefilling", "decoding", "ended"]
+OPEN_STATES: tuple[State, ...] = "waiting", "prefilling", "decoding"
 FinishReason = Literal["", "stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -27,7 +27,7 @@ class CacheReport:
 
     Attributes:
         plan: as it was resolved.
-        stats: counters of the row.
+        stats: counters of the sequence.
         kv_bytes: of keys, values and summaries.
         index: of the plan's method, by layer.
     """
@@ -39,14 +39,14 @@ class CacheReport:
 
     @classmethod
     def of(cls, cache: SparseCache, stats: RunStats | None = None) -> CacheReport:
-        """The report of a cache, or of one of its rows, which has counters of its own."""
+        """The report of a cache, or of one of its sequences, which has counters of its own."""
         return cls(cache.run.plan, cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
 
 
-class RowOutput(Protocol):
-    """What a client makes of the logits. The thread of the loop calls it; what it raises ends the row."""
+class SequenceOutput(Protocol):
+    """What a client makes of the logits. The thread of the loop calls it; what it raises ends the sequence."""
 
-    def read(self, num_tokens: int) -> None:
+    def note_prefilled(self, num_tokens: int) -> None:
         """So many tokens of the prompt are cached."""
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
@@ -58,35 +58,36 @@ class RowOutput(Protocol):
 
 
 @dataclass(eq=False)
-class Row:
+class Sequence:
     """The state of a request from its arrival to its end.
 
     Attributes:
         request: what is asked for.
         output: of the client.
-        holds: once it has ended, it keeps what it has read of its prompt until ``Loop.close``.
+        holds: once it has ended, it keeps what it has prefilled of its prompt until ``Loop.close``.
         exact: the plan drafts, and dense attention verifies; None: it answers.
         observer: of its passes.
-        source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
-        prefix: with which its prompt begins, and in whose cache or a copy of it the row continues.
-        pins: the prefix that its prompt is; the row ends when that is cached, and chooses no token.
+        source: fills its empty cache with the whole prompt as it was prefilled before, and is called if no chunk is
+            found.
+        prefix: with which its prompt begins, and in whose cache or a copy of it the sequence continues.
+        pins: the prefix that its prompt is; the sequence ends when that is cached, and chooses no token.
         decode_from: position from which the tokens of the prompt are attended as if they had been generated.
-        on_end: called in the thread of the loop when the row has ended.
+        on_end: called in the thread of the loop when the sequence has ended.
         state, finish_reason, error: how far it is, and how it ended.
-        place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
+        place, stats: its sequence in a cache that has several, and its counters if they are not those of the cache.
         num_cached: tokens that are cached; those of a step that failed are not.
-        num_reused: of the prompt, those that were read before.
+        num_reused: of the prompt, those that were prefilled before.
         no_reuse: why none could be; empty if that was possible.
-        in_pool: its pages are in the pool that rows share.
-        report: of the cache, once the row has ended.
-        steps: what the model keeps of a row that takes captured steps.
+        in_pool: its pages are in the pool that sequences share.
+        report: of the cache, once the sequence has ended.
+        steps: what the model keeps of a sequence that takes captured steps.
         composed: why it takes none; empty if it does, None before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
         build_s: seconds in which the cache of its prefix built what decode needs under its plan.
     """
 
     request: Request
-    output: RowOutput
+    output: SequenceOutput
     holds: bool = False
     exact: ExactDecoder | None = None
     observer: Observer | None = None

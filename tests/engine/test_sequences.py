@@ -1,10 +1,11 @@
-"""Rows of the loop: what each answers, counts and leaves behind is what it would alone, bit for bit on a CPU."""
+"""Sequences of the loop: what each answers, counts and leaves behind is what it would alone, bit for bit on a CPU."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -18,7 +19,7 @@ from torch import Tensor
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
 from kvsift.engine.request import Request
-from kvsift.engine.row import FinishReason, Row
+from kvsift.engine.sequence import FinishReason, Sequence
 from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
@@ -56,12 +57,12 @@ class Recorded:
     """An output that takes the likeliest token and remembers the logits."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.num_tokens, self.logits, self.tokens, self.num_read = num_tokens, [], [], 0
+        self.num_tokens, self.logits, self.tokens, self.num_prefilled = num_tokens, [], [], 0
         self.logits: list[Tensor]
         self.tokens: list[int]
 
-    def read(self, num_tokens: int) -> None:
-        self.num_read = num_tokens
+    def note_prefilled(self, num_tokens: int) -> None:
+        self.num_prefilled = num_tokens
 
     def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
         self.logits.append(logits.clone())
@@ -73,56 +74,56 @@ def new_llm(directory: Path, **options: Any) -> LLM:
     return LLM(directory, "dense", device="cpu", chunk_size=GRID, dtype="float32", probe_every=3, **options)
 
 
-def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> Row:
+def new_sequence(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> Sequence:
     ids = llm.tokenizer(text)["input_ids"]
-    return Row(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
+    return Sequence(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
 
 
-def finish(llm: LLM, rows: Sequence[Row], after_step: Callable[[], object] = lambda: None) -> None:
-    """Take steps until these rows have ended, with the books balanced after each."""
-    while not all(row.is_ended for row in rows):
+def finish(llm: LLM, seqs: abc.Sequence[Sequence], after_step: Callable[[], object] = lambda: None) -> None:
+    """Take steps until these sequences have ended, with the books balanced after each."""
+    while not all(seq.is_ended for seq in seqs):
         llm.loop.step()
         llm.loop.check()
         after_step()
 
 
-def run(llm: LLM, *rows: Row) -> Row:
-    for row in rows:
-        llm.loop.submit(row)
-    finish(llm, rows)
-    for row in rows:
-        llm.loop.close(row)
-    return rows[-1]
+def run(llm: LLM, *seqs: Sequence) -> Sequence:
+    for seq in seqs:
+        llm.loop.submit(seq)
+    finish(llm, seqs)
+    for seq in seqs:
+        llm.loop.close(seq)
+    return seqs[-1]
 
 
-def assert_equal(row: Row, alone: Row) -> None:
-    """Both gave the same tokens, logits and decode counters; ``row`` may have ended before."""
-    assert row.error is None
-    count = len(row.output.tokens)
-    assert row.output.tokens == alone.output.tokens[:count]
-    assert all(torch.equal(one, other) for one, other in zip(row.output.logits, alone.output.logits))
+def assert_equal(seq: Sequence, alone: Sequence) -> None:
+    """Both gave the same tokens, logits and decode counters; ``seq`` may have ended before."""
+    assert seq.error is None
+    count = len(seq.output.tokens)
+    assert seq.output.tokens == alone.output.tokens[:count]
+    assert all(torch.equal(one, other) for one, other in zip(seq.output.logits, alone.output.logits))
     if count == len(alone.output.tokens):
-        assert counters(row) == counters(alone)
+        assert counters(seq) == counters(alone)
 
 
-def counters(row: Row) -> dict[str, Any]:
-    assert row.report is not None
-    report = row.report.stats.report()
+def counters(seq: Sequence) -> dict[str, Any]:
+    assert seq.report is not None
+    report = seq.report.stats.report()
     return {key: value for key, value in report["phases"]["decode"].items() if key != "select_s"} | {
         "guard": report["guard"]
     }
 
 
-def test_rows_of_all_kinds_of_plans_answer_side_by_side_as_alone(llama: Path) -> None:
+def test_sequences_of_all_kinds_of_plans_answer_side_by_side_as_alone(llama: Path) -> None:
     texts = [text_of(150 + 41 * number) for number in range(len(PLANS))]
-    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text, plan in zip(texts, PLANS)]
+    alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan)) for text, plan in zip(texts, PLANS)]
     llm = new_llm(llama)
-    rows = [new_row(llm, text, plan) for text, plan in zip(texts, PLANS)]
-    run(llm, *rows)
-    for row, expected in zip(rows, alone):
-        assert_equal(row, expected)
-        assert row.finish_reason == "length"
-    assert llm.loop.rows == []
+    seqs = [new_sequence(llm, text, plan) for text, plan in zip(texts, PLANS)]
+    run(llm, *seqs)
+    for seq, expected in zip(seqs, alone):
+        assert_equal(seq, expected)
+        assert seq.finish_reason == "length"
+    assert llm.loop.seqs == []
     assert llm.loop.pages.kv.pages.num_used == 0
 
 
@@ -131,10 +132,10 @@ def test_a_prompt_that_pauses_between_layers_changes_no_bit_and_keeps_others_goi
     plan: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = text_of(100), text_of(250)
-    alone = [run(llm := new_llm(llama), new_row(llm, text, plan, 40)) for text in texts]
+    alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan, 40)) for text in texts]
     monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
     llm, gained = new_llm(llama), []
-    first, second = (new_row(llm, text, plan, 40) for text in texts)
+    first, second = (new_sequence(llm, text, plan, 40) for text in texts)
     llm.loop.submit(first)
     while len(first.output.tokens) < 2:
         llm.loop.step()
@@ -145,15 +146,15 @@ def test_a_prompt_that_pauses_between_layers_changes_no_bit_and_keeps_others_goi
     assert len(set(gained)) > 3
     assert sorted(gained) == gained, "a token each time"
     run_on(llm, first, second)
-    for row, expected in zip((first, second), alone):
-        assert_equal(row, expected)
+    for seq, expected in zip((first, second), alone):
+        assert_equal(seq, expected)
 
 
-def test_a_failure_in_a_pause_ends_the_row_that_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = run(llm := new_llm(llama), new_row(llm, text_of(250), PLANS[2]))
+def test_a_failure_in_a_pause_ends_the_sequence_that_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run(llm := new_llm(llama), new_sequence(llm, text_of(250), PLANS[2]))
     monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
     llm = new_llm(llama)
-    first, second = new_row(llm, text_of(100), PLANS[2], 40), new_row(llm, text_of(250), PLANS[2])
+    first, second = new_sequence(llm, text_of(100), PLANS[2], 40), new_sequence(llm, text_of(250), PLANS[2])
     llm.loop.submit(first)
     while len(first.output.tokens) < 2:
         llm.loop.step()
@@ -169,42 +170,42 @@ def test_a_failure_in_a_pause_ends_the_row_that_fails(llama: Path, monkeypatch: 
     assert llm.loop.pages.kv.pages.num_used == 0
 
 
-def run_on(llm: LLM, *rows: Row) -> None:
-    finish(llm, rows)
-    for row in rows:
-        llm.loop.close(row)
+def run_on(llm: LLM, *seqs: Sequence) -> None:
+    finish(llm, seqs)
+    for seq in seqs:
+        llm.loop.close(seq)
 
 
-def test_histories_of_joining_cancelling_and_failing_change_no_other_row(
+def test_histories_of_joining_cancelling_and_failing_change_no_other_sequence(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [text_of(length) for length in (70, 199, 260)] + [text_of(260)[:180] + "?"]  # two begin alike
     llm = new_llm(llama)
-    alone = {(text, plan): run(llm, new_row(llm, text, plan, 8)) for text in texts for plan in PLANS}
+    alone = {(text, plan): run(llm, new_sequence(llm, text, plan, 8)) for text in texts for plan in PLANS}
     for seed in range(HISTORIES):
         rng, llm = random.Random(seed), new_llm(llama)
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm.loop = type(llm.loop)(
-            llm.loop._model, GRID, max_rows=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
+            llm.loop._model, GRID, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
         )
         coming = [rng.choice(list(alone)) for _ in range(rng.randint(2, 7))]
-        rows: list[tuple[Row, tuple[str, str]]] = []
-        while coming or not all(row.is_ended for row, _ in rows):
+        seqs: list[tuple[Sequence, tuple[str, str]]] = []
+        while coming or not all(seq.is_ended for seq, _ in seqs):
             if coming and rng.random() < 0.4:
                 key = coming.pop()
-                rows.append((new_row(llm, *key, rng.randint(1, 8), client=rng.choice("ab")), key))
-                llm.loop.submit(rows[-1][0])
-            if rows and rng.random() < 0.06:
-                rng.choice([llm.loop.cancel, llm.loop.close])(rng.choice(rows)[0])
+                seqs.append((new_sequence(llm, *key, rng.randint(1, 8), client=rng.choice("ab")), key))
+                llm.loop.submit(seqs[-1][0])
+            if seqs and rng.random() < 0.06:
+                rng.choice([llm.loop.cancel, llm.loop.close])(rng.choice(seqs)[0])
             llm.loop.step()
             llm.loop.check()
-        for row, key in rows:
-            assert row.finish_reason in ("length", "cancelled"), seed
-            tokens = row.output.tokens
+        for seq, key in seqs:
+            assert seq.finish_reason in ("length", "cancelled"), seed
+            tokens = seq.output.tokens
             assert tokens == alone[key].output.tokens[: len(tokens)], (seed, key)
-            assert all(map(torch.equal, row.output.logits, alone[key].output.logits)), (seed, key)
-            llm.loop.close(row)
+            assert all(map(torch.equal, seq.output.logits, alone[key].output.logits)), (seed, key)
+            llm.loop.close(seq)
         llm.loop.check()
         assert llm.loop.pages.kv.pages.num_used <= 999 // 16
 
@@ -225,13 +226,15 @@ def _plans_of_the_catalogue() -> list[str]:
 def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     text = text_of(4 * GRID + 30)
     first = new_llm(llama)
-    alone = run(first, new_row(first, text, plan))
+    alone = run(first, new_sequence(first, text, plan))
     llm = new_llm(llama)
     llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
-    other = run(llm, new_row(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
-    again, once_more, salted = (run(llm, new_row(llm, text, plan, salt=salt)) for salt in ("", "", "another client's"))
-    for row in (again, once_more, salted):
-        assert_equal(row, alone)
+    other = run(llm, new_sequence(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
+    again, once_more, salted = (
+        run(llm, new_sequence(llm, text, plan, salt=salt)) for salt in ("", "", "another client's")
+    )
+    for seq in (again, once_more, salted):
+        assert_equal(seq, alone)
     assert (other.num_reused, salted.num_reused) == (0, 0)
     reason = parse_plan(plan).not_shared
     assert (again.num_reused, once_more.num_reused) == ((0, 0) if reason else (2 * GRID, 4 * GRID))
@@ -240,14 +243,14 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
 
 def test_pages_that_another_plan_has_read_get_the_summaries_that_they_lack(llama: Path) -> None:
     text, plans = text_of(4 * GRID + 30), PLANS[:4]
-    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for plan in plans]
+    alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan)) for plan in plans]
     llm = new_llm(llama)
     llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
     for plan, expected in [*zip(plans, alone), *zip(plans, alone)]:
-        row = run(llm, new_row(llm, text, plan))
-        assert_equal(row, expected)
-    assert row.num_reused == 4 * GRID
-    dense_prompt = run(llm, new_row(llm, text, f"prefill=quoka:{SMALL},decode=sketch:{SMALL}"))
+        seq = run(llm, new_sequence(llm, text, plan))
+        assert_equal(seq, expected)
+    assert seq.num_reused == 4 * GRID
+    dense_prompt = run(llm, new_sequence(llm, text, f"prefill=quoka:{SMALL},decode=sketch:{SMALL}"))
     assert dense_prompt.num_reused == 0, "keys of another prefill rule are others"
 
 
@@ -268,27 +271,31 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
 
 def test_layers_that_drop_tokens_share_nothing(gemma: Path) -> None:
     llm, plan = new_llm(gemma, keep_tokens=10_000), f"sketch:{SMALL}"
-    first, again, other = (run(llm, new_row(llm, text, plan)) for text in (text_of(300), text_of(300), text_of(280)))
+    first, again, other = (
+        run(llm, new_sequence(llm, text, plan)) for text in (text_of(300), text_of(300), text_of(280))
+    )
     assert_equal(again, first)
     assert (again.num_reused, again.no_reuse) == (0, "the model has layers that drop tokens")
-    side_by_side = [new_row(llm, text, plan) for text in (text_of(300), text_of(280))]
+    side_by_side = [new_sequence(llm, text, plan) for text in (text_of(300), text_of(280))]
     run(llm, *side_by_side)
-    for row, alone in zip(side_by_side, (first, other)):
-        assert_equal(row, alone)
+    for seq, alone in zip(side_by_side, (first, other)):
+        assert_equal(seq, alone)
 
 
 @pytest.mark.parametrize("placement", ["split", "offload", "host"])
-def test_rows_wherever_their_keys_are(placement: str, llama: Path) -> None:
+def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
     llm, plan = new_llm(llama, placement=placement, keep_tokens=10_000), f"sketch:{SMALL}"
-    alone = [run(other := new_llm(llama, placement=placement), new_row(other, text_of(n), plan)) for n in (300, 170)]
-    rows = [new_row(llm, text_of(n), plan) for n in (300, 170)]
-    run(llm, *rows)
-    for row, expected in zip([*rows, run(llm, new_row(llm, text_of(300), plan))], [*alone, alone[0]]):
-        assert_equal(row, expected)
-        assert ("host memory" in row.no_reuse) == (placement != "host")
+    alone = [
+        run(other := new_llm(llama, placement=placement), new_sequence(other, text_of(n), plan)) for n in (300, 170)
+    ]
+    seqs = [new_sequence(llm, text_of(n), plan) for n in (300, 170)]
+    run(llm, *seqs)
+    for seq, expected in zip([*seqs, run(llm, new_sequence(llm, text_of(300), plan))], [*alone, alone[0]]):
+        assert_equal(seq, expected)
+        assert ("host memory" in seq.no_reuse) == (placement != "host")
 
 
-def _failing(victim: Row, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
+def _failing(victim: Sequence, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
     attend = SparseLayer.attend_fused
 
     def fail(self: SparseLayer, *args: Any) -> Tensor:
@@ -303,18 +310,18 @@ def _failing(victim: Row, layer: int, length: int, error: BaseException) -> Call
 
 @pytest.mark.parametrize("plan", PLANS[:3])
 @pytest.mark.parametrize("tokens", [-40, 3])
-def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text_of(length) for length in (150, 170, 130)]
-    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
+    alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan)) for text in texts]
     llm = new_llm(llama)
-    rows = [new_row(llm, text, plan) for text in texts]
-    length = len(rows[1].request.ids) + tokens  # in the prompt, or in the answer
-    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(rows[1], 1, length, ValueError("a broken method")))
-    run(llm, *rows)
-    assert (rows[1].finish_reason, str(rows[1].error)) == ("error", "a broken method")
-    assert len(rows[1].output.tokens) == max(tokens, 0)
+    seqs = [new_sequence(llm, text, plan) for text in texts]
+    length = len(seqs[1].request.ids) + tokens  # in the prompt, or in the answer
+    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(seqs[1], 1, length, ValueError("a broken method")))
+    run(llm, *seqs)
+    assert (seqs[1].finish_reason, str(seqs[1].error)) == ("error", "a broken method")
+    assert len(seqs[1].output.tokens) == max(tokens, 0)
     for index in (0, 2):
-        assert_equal(rows[index], alone[index])
+        assert_equal(seqs[index], alone[index])
     assert llm.loop.pages.kv.pages.num_used == 0
 
 
@@ -325,32 +332,32 @@ def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError):
         llm.generate([text_of(100), text_of(120)], max_new_tokens=3)
     monkeypatch.undo()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     assert llm.generate(text_of(100), max_new_tokens=3).token_ids
 
 
 def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, plan = text_of(300), f"sketch:{SMALL}"
-    alone = run(llm := new_llm(llama), new_row(llm, text, plan))
+    alone = run(llm := new_llm(llama), new_sequence(llm, text, plan))
     llm = new_llm(llama)
     llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
-    run(llm, new_row(llm, text_of(400)[::-1], plan))
+    run(llm, new_sequence(llm, text_of(400)[::-1], plan))
     assert len(llm.loop.pages.tree) == 6
     prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
 
-    def short_of_memory(cache: Any, ids: Sequence[int], *args: Any, **options: Any) -> Any:
+    def short_of_memory(cache: Any, ids: abc.Sequence[int], *args: Any, **options: Any) -> Any:
         logits = prefill(cache, ids, *args, **options)
         if failures and cache.get_seq_length() > 2 * GRID:
             raise failures.pop()
         return logits
 
     monkeypatch.setattr(llm, "prefill", short_of_memory)
-    assert_equal(run(llm, new_row(llm, text, plan)), alone)
+    assert_equal(run(llm, new_sequence(llm, text, plan)), alone)
     assert not failures
     llm = new_llm(llama)
     monkeypatch.setattr(llm, "prefill", lambda *args, **options: (_ for _ in ()).throw(MemoryError("none at all")))
-    row = run(llm, new_row(llm, text, plan))
-    assert (row.finish_reason, str(row.error)) == ("error", "none at all")
+    seq = run(llm, new_sequence(llm, text, plan))
+    assert (seq.finish_reason, str(seq.error)) == ("error", "none at all")
 
 
 def test_a_request_for_which_there_will_never_be_memory_is_refused(
@@ -358,7 +365,7 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
 ) -> None:
     llm = new_llm(llama)
     monkeypatch.setattr(llm.loop._model, "room", lambda kv: 20)
-    small, large = new_row(llm, text_of(100), "dense"), new_row(llm, text_of(500), "dense")
+    small, large = new_sequence(llm, text_of(100), "dense"), new_sequence(llm, text_of(500), "dense")
     run(llm, large, small)
     assert small.finish_reason == "length"
     assert isinstance(large.error, InputError)
@@ -367,19 +374,19 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
 
 
 @pytest.mark.parametrize("plan", [f"sketch:{SMALL}", f"both=h2o:{SMALL}:evict=true"])
-def test_a_row_ends_at_its_deadline(plan: str, llama: Path) -> None:
+def test_a_sequence_ends_at_its_deadline(plan: str, llama: Path) -> None:
     llm = new_llm(llama)
     now = [0.0]
     llm.loop.clock = lambda: now[0]
-    text, rows = text_of(300), []
+    text, seqs = text_of(300), []
     for deadline in (1.0, 4.0, 20.0):  # while it waits, while it is read, while it decodes
-        rows.append(new_row(llm, text, plan, 50, deadline=deadline))
-        llm.loop.submit(rows[-1])
+        seqs.append(new_sequence(llm, text, plan, 50, deadline=deadline))
+        llm.loop.submit(seqs[-1])
     now[0] = 1.0
-    finish(llm, rows, lambda: now.__setitem__(0, now[0] + 1))
-    assert [row.finish_reason for row in rows] == ["deadline"] * 3
-    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].request.ids)
-    assert 0 < len(rows[2].output.tokens) < 50
+    finish(llm, seqs, lambda: now.__setitem__(0, now[0] + 1))
+    assert [seq.finish_reason for seq in seqs] == ["deadline"] * 3
+    assert seqs[0].num_cached == 0 < seqs[1].num_cached < len(seqs[1].request.ids)
+    assert 0 < len(seqs[2].output.tokens) < 50
 
 
 def test_threads_share_a_loop(llama: Path) -> None:
@@ -401,17 +408,17 @@ def test_threads_share_a_loop(llama: Path) -> None:
     for thread in threads:
         thread.join(timeout=120)
     assert [found[number] for number in range(4)] == expected
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
 
 
-def test_a_stream_that_is_left_ends_its_row(llama: Path) -> None:
+def test_a_stream_that_is_left_ends_its_sequence(llama: Path) -> None:
     llm = new_llm(llama)
     stream = llm.stream(text_of(200), max_new_tokens=50)
     next(stream)
-    assert len(llm.loop.rows) == 1
+    assert len(llm.loop.seqs) == 1
     del stream
     llm.loop.step()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     assert llm.loop.pages.kv.pages.num_used == 0
 
 
@@ -487,16 +494,16 @@ def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> 
 
 @pytest.mark.parametrize("path", ["auto", "composed"])
 @pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Qwen2", "float32"), ("Llama", "float16")])
-def test_rows_decode_together_where_that_changes_no_bit(path: str, family: str, dtype: str, tmp_path: Path) -> None:
+def test_decoding_together_changes_no_bit(path: str, family: str, dtype: str, tmp_path: Path) -> None:
     directory, texts = write_model(tmp_path, family), [text_of(n) for n in (90, 170, 130)]
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
-    alone = [run(llm, new_row(llm, text, PLANS[1], 24)) for text in texts]
-    rows, groups = [new_row(llm, text, PLANS[1], 24) for text in texts], []
-    decode = llm.loop._model.decode_rows
-    llm.loop._model.decode_rows = lambda together: groups.append(len(together)) or decode(together)
-    run(llm, *rows)
-    for row, expected in zip(rows, alone):
-        assert_equal(row, expected)
+    alone = [run(llm, new_sequence(llm, text, PLANS[1], 24)) for text in texts]
+    seqs, groups = [new_sequence(llm, text, PLANS[1], 24) for text in texts], []
+    decode = llm.loop._model.decode_sequences
+    llm.loop._model.decode_sequences = lambda together: groups.append(len(together)) or decode(together)
+    run(llm, *seqs)
+    for seq, expected in zip(seqs, alone):
+        assert_equal(seq, expected)
     assert max(groups) == (3 if path == "auto" and dtype == "float32" else 1)
 
 
@@ -516,8 +523,8 @@ def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(llama)
-    expected = run(other := new_llm(llama), new_row(other, text_of(200), PLANS[1], 40))
-    running, large = new_row(llm, text_of(200), PLANS[1], 40), new_row(llm, text_of(900), "dense")
+    expected = run(other := new_llm(llama), new_sequence(other, text_of(200), PLANS[1], 40))
+    running, large = new_sequence(llm, text_of(200), PLANS[1], 40), new_sequence(llm, text_of(900), "dense")
     llm.loop.submit(running)
     while running.state != "decoding":
         llm.loop.step()
@@ -588,5 +595,5 @@ def test_many_threads_that_enter_leave_no_trace(llama: Path) -> None:
         thread.join(timeout=120)
     assert found == [expected] * 60
     llm.loop.step()
-    assert llm.loop.rows == []
+    assert llm.loop.seqs == []
     llm.loop.check()

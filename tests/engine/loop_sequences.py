@@ -1,4 +1,4 @@
-"""Rows of the loop in captured steps, and histories of such rows."""
+"""Sequences of the loop in captured steps, and histories of such sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
 from kvsift.engine.request import Request
-from kvsift.engine.row import Row
+from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput
 from kvsift.plan.syntax import parse_plan
@@ -38,67 +38,67 @@ def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options
     return LLM(directory, "dense", path=path, **{**settings, **options})
 
 
-def new_row(
+def new_sequence(
     llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Sampling = GREEDY, client: str = "",
     exact: bool = False,
-) -> Row:  # fmt: skip
+) -> Sequence:  # fmt: skip
     ids = llm.tokenizer(text)["input_ids"]
     parsed = parse_plan(plan)
     runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed)
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
-    return Row(request, TextOutput(request, llm.tokenizer, llm.device), exact=exact_decoder(llm, request))
+    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), exact=exact_decoder(llm, request))
 
 
-def take_steps(llm: LLM, rows: list[Row], after_step: Callable[[], object] = lambda: None) -> None:
-    while not all(row.is_ended for row in rows):
+def take_steps(llm: LLM, seqs: list[Sequence], after_step: Callable[[], object] = lambda: None) -> None:
+    while not all(seq.is_ended for seq in seqs):
         llm.loop.step()
         llm.loop.check()
         after_step()
 
 
-def alone(llm: LLM, *arguments: Any, **options: Any) -> Row:
-    row = new_row(llm, *arguments, **options)
-    llm.loop.submit(row)
-    take_steps(llm, [row])
-    llm.loop.close(row)
-    return row
+def alone(llm: LLM, *arguments: Any, **options: Any) -> Sequence:
+    seq = new_sequence(llm, *arguments, **options)
+    llm.loop.submit(seq)
+    take_steps(llm, [seq])
+    llm.loop.close(seq)
+    return seq
 
 
-def tokens(row: Row) -> list[int]:
-    found: list[int] = row.output.transcript.new_ids  # type: ignore[attr-defined]
+def tokens(seq: Sequence) -> list[int]:
+    found: list[int] = seq.output.transcript.new_ids  # type: ignore[attr-defined]
     return found
 
 
-def counters(row: Row) -> dict[str, Any]:
-    assert row.report is not None
-    report = row.report.stats.report()
+def counters(seq: Sequence) -> dict[str, Any]:
+    assert seq.report is not None
+    report = seq.report.stats.report()
     guard = [(event["position"], event["from"], event["to"]) for event in report["guard"]]
     return {key: report["phases"]["decode"][key] for key in KEYS} | {"guard": guard}
 
 
-def assert_equal(row: Row, other: Row) -> None:
-    assert row.error is None
-    assert tokens(row) == tokens(other)[: len(tokens(row))]
-    if row.finish_reason == other.finish_reason:
-        assert counters(row) == counters(other)
+def assert_equal(seq: Sequence, other: Sequence) -> None:
+    assert seq.error is None
+    assert tokens(seq) == tokens(other)[: len(tokens(seq))]
+    if seq.finish_reason == other.finish_reason:
+        assert counters(seq) == counters(other)
 
 
-def history(llm: LLM, rng: random.Random) -> list[tuple[Row, tuple[Any, ...]]]:
-    """Let rows come and go until all have ended; returns each with its arguments."""
-    rows: list[tuple[Row, tuple[Any, ...]]] = []
+def history(llm: LLM, rng: random.Random) -> list[tuple[Sequence, tuple[Any, ...]]]:
+    """Let sequences come and go until all have ended; returns each with its arguments."""
+    seqs: list[tuple[Sequence, tuple[Any, ...]]] = []
 
     def act() -> None:
-        if rng.random() < 0.3 and len(rows) < 8:
+        if rng.random() < 0.3 and len(seqs) < 8:
             sampling = rng.choice([GREEDY, Sampling(1.1, 0.9, seed=4)])
             case = text_of(rng.choice([70, 200, 250, 330])), rng.choice(PLANS), rng.choice([1, 2, 7, 30]), sampling
-            row = new_row(llm, *case, client=str(rng.randint(0, 1)))
-            llm.loop.submit(row)
-            rows.append((row, case))
-        elif rng.random() < 0.1 and rows:
-            llm.loop.cancel(rng.choice(rows)[0])
+            seq = new_sequence(llm, *case, client=str(rng.randint(0, 1)))
+            llm.loop.submit(seq)
+            seqs.append((seq, case))
+        elif rng.random() < 0.1 and seqs:
+            llm.loop.cancel(rng.choice(seqs)[0])
 
-    while not rows:
+    while not seqs:
         act()
-    take_steps(llm, [row for row, _ in rows], act)
-    take_steps(llm, [row for row, _ in rows])
-    return rows
+    take_steps(llm, [seq for seq, _ in seqs], act)
+    take_steps(llm, [seq for seq, _ in seqs])
+    return seqs

@@ -1,4 +1,4 @@
-"""Rows of one batch are dense or sparse by themselves: each answers and counts as it does alone."""
+"""Sequences of one batch are dense or sparse by themselves: each answers and counts as it does alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.mixed_rows import decode
+from engine.mixed_sequences import decode
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs import captured_sequences
 from kvsift.engine.graphs.slots import Slots
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
@@ -41,7 +41,7 @@ def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_rows_around_the_threshold_answer_as_each_does_alone(plan: str, llama: Path) -> None:
+def test_sequences_around_the_threshold_answer_as_each_does_alone(plan: str, llama: Path) -> None:
     rng = random.Random(plan)
     eager, composed = (LLM(llama, plan, path=path, dense_below=BELOW) for path in ("eager", "composed"))  # type: ignore[arg-type]
     for _ in range(2 if plan == QUEST else 1):  # the second time in slots that are there, whatever the plan
@@ -59,7 +59,7 @@ def test_rows_around_the_threshold_answer_as_each_does_alone(plan: str, llama: P
 
 
 def test_a_longer_neighbour_changes_no_greedy_answer(llama: Path) -> None:
-    """The longest row decided for all: a dense row became sparse beside a longer one."""
+    """The longest sequence decided for all: a dense sequence became sparse beside a longer one."""
     llm = LLM(llama, QUEST, path="eager", dense_below=600)
     short, long = text_of(336), text_of(1040)
     alone = llm.generate(short, max_new_tokens=20)
@@ -70,8 +70,8 @@ def test_a_longer_neighbour_changes_no_greedy_answer(llama: Path) -> None:
     assert together[1].decode("density") < 0.6
 
 
-def test_rows_that_cross_in_a_mixed_step_have_the_summaries_of_their_dense_steps(llama: Path) -> None:
-    """One row is dense in pure dense steps, then beside a sparse row, and then sparse itself."""
+def test_sequences_that_cross_in_a_mixed_step_have_the_summaries_of_their_dense_steps(llama: Path) -> None:
+    """One sequence is dense in pure dense steps, then beside a sparse sequence, and then sparse itself."""
     texts = [text_of(BELOW - 20), text_of(BELOW - 100)]
     eager, composed = (LLM(llama, QUEST, path=path, dense_below=BELOW) for path in ("eager", "composed"))  # type: ignore[arg-type]
     together = eager.generate(texts, max_new_tokens=300)
@@ -82,7 +82,7 @@ def test_rows_that_cross_in_a_mixed_step_have_the_summaries_of_their_dense_steps
         assert 0 < answer.decode("sparse_queries") < 600
 
 
-def test_steps_are_mixed_only_where_rows_differ(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_mixed_only_where_sequences_differ(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     run = Slots.run
 
@@ -96,7 +96,7 @@ def test_steps_are_mixed_only_where_rows_differ(llama: Path, monkeypatch: pytest
     assert modes == ["dense"] * 8 + ["mixed"] * 5 + ["sparse"] * 16  # <bos> is a token too
 
 
-def test_a_mixed_batch_goes_on_in_the_mode_of_the_rows_that_are_left(
+def test_a_mixed_batch_goes_on_in_the_mode_of_the_sequences_that_are_left(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -104,7 +104,7 @@ def test_a_mixed_batch_goes_on_in_the_mode_of_the_rows_that_are_left(
     free = LLM(llama, QUEST, path="composed", dense_below=BELOW).generate(texts, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=free[0].token_ids[9])
     for move_steps in (1, 512):
-        monkeypatch.setattr(captured_rows, "MOVE_STEPS", move_steps)
+        monkeypatch.setattr(captured_sequences, "MOVE_STEPS", move_steps)
         fast, slow = (
             LLM(directory, QUEST, path=path, dense_below=BELOW).generate(texts, max_new_tokens=60)  # type: ignore[arg-type]
             for path in ("eager", "composed")
@@ -123,7 +123,7 @@ OWN_PLANS = [
 
 @pytest.mark.parametrize("dense_below", [0, 320])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.9, seed=5)], ids=["greedy", "sampled"])
-def test_rows_of_several_plans_answer_as_each_does_alone(dense_below: int, sampling: Sampling, llama: Path) -> None:
+def test_sequences_of_several_plans_answer_as_alone(dense_below: int, sampling: Sampling, llama: Path) -> None:
     llm = LLM(llama, path="composed", dense_below=dense_below, probe_every=4)
     texts = [text_of(500), text_of(420)[::-1], text_of(310), text_of(350)]
     prompts = [llm.tokenizer(text)["input_ids"] for text in texts]

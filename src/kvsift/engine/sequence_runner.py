@@ -1,0 +1,364 @@
+"""What the loop does with a model: caches, prefill, decode steps and memory of its sequences."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.graphs.block_groups import BlockGroup
+from kvsift.engine.graphs.sequence_groups import Group, PoolSession, SequenceGroup
+from kvsift.engine.graphs.session import Session
+from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.prefill_sharing import prefill_key
+from kvsift.engine.sequence import Sequence
+from kvsift.engine.speculative.decoder import Proposal
+from kvsift.engine.speculative.step import Checked
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import rule_of
+from kvsift.methods.base import Phase
+from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
+from kvsift.models.hf.cache import SparseCache
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
+from kvsift.stores.page_table import SPARE_PAGES, PageTable
+from kvsift.types import LayerShape
+
+FREE_SHARE = 0.8  # of the free memory that sequences may take: a pool that grows is copied layer by layer
+ROOM_BEHIND_DOCUMENTS = 256  # tokens, so that most questions move no pool
+GroupKind = type[BlockGroup] | type[SequenceGroup]
+
+
+class SequenceRunner:
+    """What the loop does with a model.
+
+    Args:
+        runner: of the model.
+
+    Attributes:
+        page_size: tokens of a page that sequences share.
+        steady: no bit of an answer may depend on other sequences.
+    """
+
+    page_size = DEFAULT_PAGE_SIZE
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self.steady = runner, runner.deterministic
+        self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
+        self._like = torch.empty(0)  # as their keys
+        self._groups: list[Group[Any]] = []  # of sequences that take captured steps
+        self._fused_model: FusedModel | None = None
+
+    @property
+    def most_prefilled(self) -> int:
+        """A chunk of an ``LLM`` on a GPU. Elsewhere one of the grid: the bits of a prompt depend on its passes."""
+        steady = self._runner.device.type != "cuda" or self._runner.deterministic
+        return 0 if steady else self._runner.chunk_size
+
+    def reason_apart(self, seq: Sequence) -> str | None:
+        """Why a sequence has a pool of its own; None if its pages are in that of all sequences."""
+        return self._runner.reason_apart(seq.request.plan)
+
+    def open(self, seq: Sequence, table: PageTable | None) -> SparseCache:
+        """An empty cache of one sequence, over the pages of ``table`` if there is one."""
+        request = seq.request
+        cache = self._runner.new_cache(request.plan, len(request.ids) + _room_behind(seq), length=request.length)
+        cache.run.kv, cache.run.table = None if table is None else table.kv, table
+        self.begin(seq, cache)
+        return cache
+
+    def begin(self, seq: Sequence, cache: SparseCache) -> None:
+        """Set up a cache for the answer of a sequence."""
+        if seq.exact is not None:
+            cache.run.exact, cache.stats.probe_every = "dense", 0
+
+    def forks(self, cache: SparseCache) -> bool:
+        """Whether ``fork`` can copy a cache."""
+        return self._runner.reason_apart(cache.run.plan) is None and cache.can_undo
+
+    def fork(self, cache: SparseCache, length: int, seq: Sequence) -> SparseCache:
+        """A cache for a sequence that begins with the first ``length`` tokens of another one, whose full pages it
+        shares."""
+        forked = self._runner.new_cache(cache.run.plan, seq.request.length + 1, length=seq.request.length)
+        forked.run.kv, forked.run.table = cache.table.kv, PageTable(1, cache.table.kv)
+        forked.begin_as(cache, length)
+        return forked
+
+    def rewind(self, cache: SparseCache) -> bool:
+        """Remove what follows the tokens of a pinned prefix, if that is possible; returns whether it was."""
+        cache.run.exact = ""
+        cache.stats.probe_every = self._runner.probe_every
+        cache.restart_stats()
+        if not cache.can_rewind:
+            return False
+        cache.rewind()
+        return True
+
+    def fail(self) -> None:
+        """Forget all captured steps and pools, after a fault."""
+        self._groups.clear()
+
+    def decode_sequences(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[Tensor | int]:
+        """Feed the next token of each sequence of a group: logits [vocabulary] of each, or the token that was
+        chosen."""
+        if seqs[0].steps is not None:
+            group: Group[Any] = seqs[0].steps
+            return group.step(seqs)
+        fused, caches = self._fused(), [seq.cache for seq in seqs if seq.cache is not None]
+        if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
+            return [self._runner.prefill(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
+        return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
+
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: abc.Sequence[Any]) -> None:
+        """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
+        summaries; ``sealed``: by the cache that has read them."""
+        cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
+
+    @torch.inference_mode()
+    def restore(self, seq: Sequence) -> None:
+        """Let the source of a sequence fill its cache."""
+        assert seq.source is not None
+        assert seq.cache is not None
+        seq.source(seq.cache)
+        self._remember(seq.cache)
+
+    def root(self, seq: Sequence) -> bytes:
+        """Name of what the keys of a prompt depend on, besides its tokens."""
+        request = seq.request
+        return repr((request.salt, prefill_key(request.plan), self._runner.rotation(request.length))).encode()
+
+    def prefill(self, seq: Sequence, ids: abc.Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        """Store and attend tokens of a sequence's prompt; logits [vocabulary] of the last one.
+
+        ``pause`` may be called at any time, and may decode other sequences; it returns whether it has.
+        """
+        cache = seq.cache
+        assert cache is not None
+        phase: Phase = "prefill" if seq.decode_from is None or seq.num_cached < seq.decode_from else "decode"
+        logits: Tensor = self._runner.prefill(cache, ids, phase=phase, pause=pause)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # what others are owed is measured
+        self._remember(cache)
+        return logits[0, -1]
+
+    def _remember(self, cache: SparseCache) -> None:
+        """Keep what caches of other sequences are made with."""
+        if attentions := cache.attentions:
+            self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
+
+    def most_verified(self, seq: Sequence) -> int:
+        return MAX_SEQUENCES if seq.steps is None else seq.steps.most_verified(seq)
+
+    def is_ahead(self, seq: Sequence) -> bool:
+        return seq.steps is not None and seq.steps.is_ahead(seq)
+
+    def check(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> Checked:
+        if seqs[0].steps is not None:
+            checked: Checked = seqs[0].steps.check(seqs, proposals)
+            return checked
+        started = perf_counter()
+        proposed = [
+            self._drafts(seq, proposal.drafts) if proposal.drafts else proposal.tokens
+            for seq, proposal in zip(seqs, proposals)
+        ]
+        drafted = perf_counter()
+        following = [self._verify(seq, tokens) for seq, tokens in zip(seqs, proposed)]
+        return Checked(proposed, following, drafted - started, perf_counter() - drafted)
+
+    def _drafts(self, seq: Sequence, count: int) -> list[int]:
+        fused, cache, token, drafts = self._fused(), seq.cache, seq.token, list[int]()
+        assert fused is not None, "models without a fused pass decode no sequence exactly"
+        assert cache is not None
+        cache.run.exact = ""
+        try:
+            for ahead in range(count):
+                logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
+                drafts.append(token := seq.output.foresee(logits, ahead))
+        finally:
+            cache.run.exact = "dense"
+            cache.undo(seq.num_cached)
+        return drafts
+
+    def _verify(self, seq: Sequence, tokens: abc.Sequence[int]) -> abc.Sequence[Tensor]:
+        fused = self._fused()
+        assert fused is not None, "models without a fused pass decode no sequence exactly"
+        assert seq.cache is not None
+        assert seq.exact is not None
+        seq.cache.run.exact = "dense" if seq.exact.is_paused else "learning"
+        return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
+
+    def undo(self, seq: Sequence) -> None:
+        if seq.steps is None and seq.cache is not None:
+            seq.cache.undo(seq.num_cached)
+
+    def add(self, group: Group[Any]) -> None:
+        """Take in a group that somebody else has opened."""
+        self._groups.append(group)
+
+    def groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
+        """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin
+        in their order, and have ``composed`` then: one that cannot begin is the first without."""
+        for seq in seqs:
+            if seq.composed is None:
+                self._begin_steps(seq)
+        captured = [[seq for seq in seqs if seq.steps is group] for group in self._groups]
+        parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
+        return [*chain(*parts), *self._composed_groups([seq for seq in seqs if seq.steps is None])]
+
+    def _begin_steps(self, seq: Sequence) -> None:
+        """Decide whether a sequence takes captured steps, and let it join others."""
+        assert seq.cache is not None
+        if reason := self._composed_reason(seq):
+            seq.composed = reason
+            return
+        rotation, kv = seq.cache.rotation, seq.cache.table.kv
+        kind = BlockGroup if self._takes_blocks(seq) else SequenceGroup
+        self._groups = [group for group in self._groups if group.serves(kv)]
+        fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(seq, rotation)]
+        group = fit[0] if fit else self._new_group(kind, kv, rotation)
+        try:
+            group.join(seq)
+        except BaseException:
+            group.forget(seq)
+            raise
+        seq.steps, seq.composed = group, ""
+
+    def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
+        steady = self.steady and kind is SequenceGroup
+        keeps_bits = kind is BlockGroup and self._runner.fast_path.keeps_bits(self._runner.model)
+        source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
+        if steady:
+            source.expect(self.longest or 1)
+        self._groups.append(kind(source, rotation))
+        return self._groups[-1]
+
+    @property
+    def longest(self) -> int | None:
+        """Pages of the longest sequence that the model has positions for; None: they are unlimited."""
+        positions = self._runner.directory.max_positions
+        return None if positions is None else positions // self.page_size + SPARE_PAGES
+
+    def prepare(self, kv: KVPool, plan: Plan, num_seqs: int) -> int:
+        """Capture the steps that up to so many sequences under a plan will take over a pool; returns how many."""
+        rule, most, count = rule_of(plan), kv.pages.num_pages, 0
+        empty = [group for group in self._groups if group.serves(kv) and not group.seqs]
+        in_blocks = self._runner.fast_path.takes_blocks(Plan(), False, self._runner.model)
+        kinds: list[GroupKind] = [BlockGroup] if in_blocks else [SequenceGroup]
+        kinds += [SequenceGroup] if in_blocks and rule is not None else []
+        for kind in kinds if empty else ():
+            fit = [group for group in empty if isinstance(group, kind) and group.may_prepare(rule)]
+            group = fit[0] if fit else self._new_group(kind, kv, empty[0].rotation)
+            count += group.prepare(rule, num_seqs, min(most, self.longest or most))
+        return count
+
+    def _takes_blocks(self, seq: Sequence) -> bool:
+        return self._runner.fast_path.takes_blocks(seq.request.plan, seq.exact is not None, self._runner.model)
+
+    def _composed_reason(self, seq: Sequence) -> str | None:
+        """Why the steps of a sequence are composed; None: they are captured."""
+        if seq.observer is not None:
+            return "what is selected is recorded"
+        if seq.exact is not None and not self._takes_blocks(seq):
+            return "drafts are verified"
+        if seq.request.logprobs is not None:
+            return "probabilities are kept"
+        apart = (
+            "" if seq.prefix is not None else seq.no_reuse
+        )  # steps over a pool of one sequence serve that sequence alone
+        return self._runner.composed_reason(seq.request.plan) or (None if seq.in_pool else apart or None)
+
+    def _open_session(
+        self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
+    ) -> Session:
+        """Captured steps over the pool of a table."""
+        runner = self._runner
+        cache = runner.new_cache(Plan(None, rule), 0)
+        cache.run.kv, cache.run.table = table.kv, table
+        cache.pin(rotation)
+        cache.adopt(self._shapes, self._like, 0, False, runner.chunk_size)
+        cache.reserve_rows([0])  # and the scratch page
+        return runner.fast_path.over_pool(runner.model, cache, max_pages, steady)
+
+    def recall(self, seq: Sequence) -> None:
+        """Let a sequence that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for
+        it."""
+        seq.steps.recall()
+
+    def leave(self, seq: Sequence) -> None:
+        """Count what a sequence has done in captured steps: it ends."""
+        if seq.steps is None:
+            return
+        launched = seq.steps.leave(seq)
+        if seq.prefix is not None and seq.cache is not None:  # which goes on without what was written ahead
+            written, stale = (seq.num_cached, None) if launched is None else (launched.written, launched.stale_from)
+            seq.cache.advance(seq.place, written, seq.num_cached, stale)
+
+    def release(self, kv: KVPool) -> None:
+        """Let go of the tensors of a pool, which is about to grow; sequences go on as after ``recall``."""
+        for group in self._groups:
+            group.release(kv)
+
+    def runs(self, kv: KVPool) -> abc.Sequence[Run]:
+        """Pages of a pool that the model keeps for itself."""
+        return [run for group in self._groups for run in group.runs(kv)]
+
+    @property
+    def holds_pool(self) -> bool:
+        """Whether steps are captured over the pool, so that it should stay while no sequence needs it."""
+        return bool(self._groups)
+
+    def forget(self) -> None:
+        """Drop captured steps that no sequence takes."""
+        self._groups = [group for group in self._groups if group.seqs]
+
+    def spare(self, kv: KVPool) -> int:
+        """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
+        room = self.room(kv) if self._runner.fast_path.enabled else 0
+        return min(kv.pages.num_pages // 2, (room or 0) // 4)
+
+    def _composed_groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
+        fused = self._fused()
+        if fused is None or not fused.joins:
+            return [[seq] for seq in seqs]
+        plans = [seq.request.plan for seq in seqs]
+        joins = [plan.can_undo and not plan.wants_hidden and seq.exact is None for seq, plan in zip(seqs, plans)]
+        joined = [seq for seq, is_joined in zip(seqs, joins) if is_joined]
+        groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
+        return [*groups, *([seq] for seq in seqs if seq not in joined)]
+
+    def pages_of(self, seq: Sequence) -> int:
+        """The most pages' worth of memory that a sequence needs."""
+        layers = [layer.layer for layer in self._runner.directory.full_layers]
+        length = len(seq.request.ids) + _room_behind(seq)
+        return -(-stored_tokens(seq.request.plan, layers, length, self._runner.chunk_size) // self.page_size)
+
+    def room(self, kv: KVPool) -> int | None:
+        """Pages for which there is memory beside a pool; None if unknown."""
+        runner = self._runner
+        device = torch.device("cpu") if runner.place.in_host_memory else runner.device
+        free = available_bytes(device)
+        if free is None:
+            return None
+        if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
+        present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
+        return int(FREE_SHARE * free / max(page_bytes, present, 1))
+
+    def _fused(self) -> FusedModel | None:
+        if self._fused_model is None:
+            self._fused_model = self._runner.fast_path.fused(self._runner.model)
+        return self._fused_model
+
+
+def _room_behind(seq: Sequence) -> int:
+    """Tokens for which there is to be room behind the prompt of a sequence."""
+    return seq.request.max_new_tokens if seq.pins is None else max(seq.request.max_new_tokens, ROOM_BEHIND_DOCUMENTS)
