@@ -90,8 +90,8 @@ class Supervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which the engine has no sequence: of those whose prefill has not begun, the first are about to begin
-        if places are free."""
+        """Requests for which the engine has no sequence yet: of those whose prefill has not begun, the first are about
+        to begin if places are free."""
         queued = [job.num_open for job in self._jobs.values() if job.num_prefilled is None]
         free = self._num_sequences - sum(job.num_open for job in self._jobs.values() if job.num_prefilled is not None)
         return sum(taken > free for taken in itertools.accumulate(queued))
