@@ -206,7 +206,7 @@ def test_a_cycle_through_a_function_is_found_in_the_laboratory(
         ("kernels/x.py", "from ..engine import llm", False),  # relative
         ("methods/x.py", "import_module('kvsift.plan.plan')", False),  # by name
         ("errors.py", "from kvsift import types", False),
-        ("engine/x.py", "from kvsift import sparse", False),  # through the front door
+        ("engine/x.py", "from kvsift import sparse", False),  # through the public API
         ("server/x.py", "from kvsift import __version__", True),
         ("cli/x.py", "from kvsift_lab.eval.tasks import TASKS", False),
         ("texts/x.py", "def f():\n    import kvsift_lab", False),

@@ -1,4 +1,4 @@
-"""Sequences with decode rules of their own in one batch, through the engine's loop, without its front door."""
+"""Sequences with decode rules of their own in one batch, through the engine's loop, without its public API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that begin alike have the tokens that they have alone, whatever the tokenizer, and only ends are encoded."""
+"""Texts that share a prefix have the tokens that they have alone, whatever the tokenizer, and only ends are encoded."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def run_on(llm: LLM, *seqs: Sequence) -> None:
 def test_histories_of_joining_cancelling_and_failing_change_no_other_sequence(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [text_of(length) for length in (70, 199, 260)] + [text_of(260)[:180] + "?"]  # two begin alike
+    texts = [text_of(length) for length in (70, 199, 260)] + [text_of(260)[:180] + "?"]  # two share a prefix
     llm = new_llm(llama)
     alone = {(text, plan): run(llm, new_sequence(llm, text, plan, 8)) for text in texts for plan in PLANS}
     for seed in range(HISTORIES):

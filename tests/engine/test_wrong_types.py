@@ -85,7 +85,7 @@ def sparsely(llm: LLM, **options: Any) -> None:
         llm.model(torch.tensor([[5, 6, 7]]))
 
 
-DOORS: dict[str, Callable[[LLM, Any], object]] = {
+ENTRIES: dict[str, Callable[[LLM, Any], object]] = {
     "model": lambda llm, given: LLM(given, device="cpu"),
     "plan": lambda llm, given: LLM(llm.directory.path, given, device="cpu"),
     **{
@@ -144,15 +144,15 @@ DOORS: dict[str, Callable[[LLM, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_whatever_is_given_is_taken_or_refused_by_name(door: str, llm: LLM) -> None:
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_whatever_is_given_is_taken_or_refused_by_name(entry: str, llm: LLM) -> None:
     for given in ANYTHING:
         with suppress(KVSiftError):
-            DOORS[door](llm, given)
+            ENTRIES[entry](llm, given)
 
 
 @pytest.mark.parametrize(
-    ("door", "given", "message"),
+    ("entry", "given", "message"),
     [
         ("model", 5, "model=5 must be a path"),
         ("opened", None, "path=None must be a path"),
@@ -173,9 +173,9 @@ def test_whatever_is_given_is_taken_or_refused_by_name(door: str, llm: LLM) -> N
         ("reserve", "x", "reserve='x' must be a whole number, 0 or more"),
     ],
 )
-def test_what_is_said(door: str, given: Any, message: str, llm: LLM) -> None:
+def test_what_is_said(entry: str, given: Any, message: str, llm: LLM) -> None:
     with pytest.raises(InputError, match=message):
-        DOORS[door](llm, given)
+        ENTRIES[entry](llm, given)
 
 
 def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:

@@ -150,17 +150,17 @@ def test_a_beam_as_wide_as_the_keys_is_a_scan(
 
 
 def test_patience_ends_searches_that_find_nothing_more(data: IndexData, lists: Tensor) -> None:
-    patient = GraphIndex.from_lists(data.keys, lists, beam=400)
-    hasty = patient.fork()
-    hasty.patience = [12, 0]  # of the first KV head alone
+    wide = GraphIndex.from_lists(data.keys, lists, beam=400)
+    narrow = wide.fork()
+    narrow.patience = [12, 0]  # of the first KV head alone
     queries = data.queries[:, 0]
-    (ids, _), (early, _) = patient.search(queries, data.keys, 20), hasty.search(queries, data.keys, 20)
-    assert hasty.bytes_read < patient.bytes_read
+    (ids, _), (early, _) = wide.search(queries, data.keys, 20), narrow.search(queries, data.keys, 20)
+    assert narrow.bytes_read < wide.bytes_read
     assert 0.7 < recall(early[:2], ids[:2]) <= 1
     assert torch.equal(early[2:], ids[2:])
-    assert hasty.fork().patience == [12, 0]
-    hasty.widen([1000.0, 1.0])
-    assert torch.equal(hasty.search(queries, data.keys, 20)[0], ids)
+    assert narrow.fork().patience == [12, 0]
+    narrow.widen([1000.0, 1.0])
+    assert torch.equal(narrow.search(queries, data.keys, 20)[0], ids)
 
 
 def test_rows_after_the_build_are_scanned(data: IndexData, lists: Tensor) -> None:

@@ -59,7 +59,7 @@ const scenes = {
     const flood = (retries) => Promise.all(Array.from({ length: 24 }, (_, number) =>
       failure(client(retries).completions.create({ model, prompt: `Hello ${number}`, max_tokens: 200 }))));
     const refused = (await flood(0)).filter((each) => each !== null);
-    return { refused: refused[0], count: refused.length, patient: (await flood(20)).filter((each) => each !== null) };
+    return { refused: refused[0], count: refused.length, without_limit: (await flood(20)).filter((each) => each !== null) };
   },
   async down() {
     const hasty = await failure(client().completions.create({ model, prompt: "Hello", max_tokens: 4 }));

@@ -80,7 +80,7 @@ def busy() -> dict[str, Any]:
             return [each for each in pool.map(ask, range(24)) if each is not None]
 
     refused = flood(0)
-    return {"refused": refused[0], "count": len(refused), "patient": flood(20)}
+    return {"refused": refused[0], "count": len(refused), "without_limit": flood(20)}
 
 
 def down() -> dict[str, Any]:

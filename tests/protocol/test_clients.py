@@ -86,7 +86,7 @@ def test_a_full_line_is_a_rate_limit_that_retries_pass(play: Play, server: Serve
     found = end(play(server, "busy"))
     assert found["refused"] == {"name": "RateLimitError", "status": 429, "code": "rate_limit_exceeded", "param": None}
     assert found["count"] <= 24 - 8  # rows
-    assert found["patient"] == []
+    assert found["without_limit"] == []
 
 
 def test_retries_outlast_an_engine_that_is_restarted(play: Play, server: Served) -> None:

@@ -45,7 +45,7 @@ class VllmRow:
 
 
 class VllmChats(MeasuredChats):
-    """Requests to vLLM's engine; plans are of no meaning."""
+    """Requests to vLLM's engine; plans are ignored."""
 
     def __init__(self, core: Any, *load: Any) -> None:
         super().__init__(*load)

@@ -282,7 +282,7 @@ def numbers_of(answer: Answer) -> str:
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """Let the first Ctrl-C of a block raise ``KeyboardInterrupt``; impatient further ones would break its handling."""
+    """Let the first Ctrl-C of a block raise ``KeyboardInterrupt``; further ones would break its handling."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

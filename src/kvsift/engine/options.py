@@ -53,7 +53,7 @@ class GenerateOptions:
         passages: keep which characters of the document, or of a prompt without one, were selected.
 
     Raises:
-        InputError: for numbers of no meaning.
+        InputError: for numbers that are not possible.
     """
 
     plan: PlanSpec = None
