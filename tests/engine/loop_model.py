@@ -45,7 +45,7 @@ class LoopModel:
         self.max_waiting, self.overtakes, self.pages = max_waiting, overtakes, pages
         self.pages_lent = 0
         self.waiting: dict[str, dict[int, Tracked]] = defaultdict(dict)
-        self.reading: dict[int, Tracked] = {}
+        self.prefilling: dict[int, Tracked] = {}
         self.decoding: dict[int, Tracked] = {}
         self.ends: Counter[int] = Counter()
         self.paid: Counter[str] = Counter()  # for prefill, by client
@@ -59,7 +59,7 @@ class LoopModel:
 
     @property
     def reserved(self) -> int:
-        return sum(seq.pages for seqs in (self.reading, self.decoding) for seq in seqs.values())
+        return sum(seq.pages for seqs in (self.prefilling, self.decoding) for seq in seqs.values())
 
     @property
     def room(self) -> int:
@@ -87,7 +87,7 @@ class LoopModel:
     def remove(self, key: int) -> None:
         """An end, a failure or a cancellation."""
         self.schedule.remove(key)
-        for requests in (*self.waiting.values(), self.reading, self.decoding):
+        for requests in (*self.waiting.values(), self.prefilling, self.decoding):
             requests.pop(key, None)
         self.ends[key] += 1
 
@@ -113,11 +113,11 @@ class LoopModel:
         return decision
 
     def open_rows(self, client: str) -> list[Tracked]:
-        return [seq for seqs in (self.reading, self.decoding) for seq in seqs.values() if seq.client == client]
+        return [seq for seqs in (self.prefilling, self.decoding) for seq in seqs.values() if seq.client == client]
 
     def _fits(self, request: Tracked, room: int) -> bool:
         """By the rules of the scheduler's docstring."""
-        free = 2 * self.max_seqs - len(self.reading) - len(self.decoding)
+        free = 2 * self.max_seqs - len(self.prefilling) - len(self.decoding)
         own = len(self.open_rows(request.client))
         left = (room + self.reserved) // 8 if own else 0
         return free > own and room >= request.pages + left
@@ -133,21 +133,21 @@ class LoopModel:
         assert self._fits(request, room)
         del self.waiting[client][key]
         short = request.tokens <= self.grid
-        own = [seq for seq in self.reading.values() if seq.client == client]
+        own = [seq for seq in self.prefilling.values() if seq.client == client]
         assert not own or short, "one long prompt of a client after the other"
         older = [other for other in self.waiting[client].values() if other.key < key]
         assert not older or (short and all(other.tokens > self.grid for other in older))
         for passed in own or older[:1]:
             passed.passed += 1
             assert passed.passed <= self.overtakes
-        self.reading[key] = request
+        self.prefilling[key] = request
 
     def cost(self, tokens: int) -> int:
         """What a chunk of a request with so many tokens left costs its client."""
         return min(max(tokens, -(-self.grid // self.overtakes)), self.grid)
 
     def _read(self, key: int, seconds_per_token: float, meanwhile: Callable[[], object]) -> None:
-        seq = self.reading[key]
+        seq = self.prefilling[key]
         tokens, seq.passed = min(self.grid, seq.tokens), 0
         if tokens == seq.tokens and not self.has_waited:
             self.check_waited(seq)
@@ -169,7 +169,7 @@ class LoopModel:
         self.owed, self.stepped = seconds * self.share / (1 - self.share), False
         self.schedule.has_prefilled(key, tokens, seconds, done=not seq.tokens)
         if not seq.tokens:
-            self.decoding[key] = self.reading.pop(key)
+            self.decoding[key] = self.prefilling.pop(key)
 
     def check_waited(self, seq: Tracked) -> None:
         """The bound of the scheduler's docstring, before the last chunk of a sequence."""
@@ -183,7 +183,7 @@ class LoopModel:
         assert decision.decode == bool(self.decoding)
         if self.decoding and not (self.stepped and self.owed < -1e-9):
             return
-        assert not self.reading
+        assert not self.prefilling
         assert not self.queue or self._lacks(room)
 
     def _decode(self, seconds: float) -> None:
@@ -209,15 +209,15 @@ class LoopModel:
     def check_states(self) -> None:
         """The scheduler has the same requests in the same states."""
         assert self.schedule.waiting == tuple(sorted(request.key for request in self.queue))
-        assert self.schedule.prefilling == tuple(self.reading)
+        assert self.schedule.prefilling == tuple(self.prefilling)
         assert self.schedule.decoding == tuple(self.decoding)
-        assert self.schedule.backlog == sum(r.tokens for r in (*self.queue, *self.reading.values()))
+        assert self.schedule.backlog == sum(r.tokens for r in (*self.queue, *self.prefilling.values()))
 
     def finish(self) -> None:
         """Run until all requests have ended, each exactly once, with all pages."""
         self.pages_lent = 0
-        most = self.steps + sum(r.answer + r.tokens for r in (*self.queue, *self.reading.values())) * 100 + 10_000
-        while any((self.decoding, self.reading, self.queue)):
+        most = self.steps + sum(r.answer + r.tokens for r in (*self.queue, *self.prefilling.values())) * 100 + 10_000
+        while any((self.decoding, self.prefilling, self.queue)):
             self.step()
             assert self.steps < most
         assert self.schedule.decide(self.room) == Decision()
@@ -242,8 +242,8 @@ def run_random(model: LoopModel, seed: int, steps: int, clients: int) -> list[De
             queue = model.queue
             if event < 0.3 and queue:
                 model.remove(random.choice(queue).key)
-            elif event < 0.4 and model.reading:
-                model.remove(random.choice(list(model.reading)))
+            elif event < 0.4 and model.prefilling:
+                model.remove(random.choice(list(model.prefilling)))
             elif event < 0.5 and model.decoding:
                 model.remove(random.choice(list(model.decoding)))
             elif event < 0.8 and queue:

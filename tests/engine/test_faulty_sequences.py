@@ -52,7 +52,7 @@ def of_working(*_: Any) -> bool:
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "the loop takes the row": (Loop, "_enter", of_sequence),
     "the cache is opened": (SequenceRunner, "open", of_sequence),
-    "how far the prompt is read": (TextOutput, "read", of_output),
+    "how far the prompt is read": (TextOutput, "note_prefilled", of_output),
     "a selection is recorded": (SelectionLog, "after_segment", lambda log, *_: log.prompt_length == 171),
     "the sampler": (Chooser, "__call__", lambda chooser, *_: chooser._sampling.seed == FAULTY),
     "the output": (TextOutput, "take", of_output),
@@ -62,7 +62,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "the log-probabilities": (TokenLogprobs, "of", of_working),
     "the counters of the cache": (CacheReport, "of", of_working),
     "the passages": (generation, "passages_of", of_working),
-    "the answer": (generation, "answer_of_row", of_sequence),
+    "the answer": (generation, "answer_of_sequence", of_sequence),
 }
 
 

@@ -178,7 +178,7 @@ def test_a_step_that_failed_counts_once(llama: Path, monkeypatch: pytest.MonkeyP
             raise RuntimeError("a fault after the pass")
         return logits
 
-    monkeypatch.setattr(SequenceRunner, "decode_rows", failing)
+    monkeypatch.setattr(SequenceRunner, "decode_sequences", failing)
     again = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
     assert again == expected
     assert calls.count(2) > 2

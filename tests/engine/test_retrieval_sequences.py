@@ -81,7 +81,7 @@ def test_sequences_that_decode_and_widen_change_nothing_for_others(llama: Path, 
     seqs = [new_sequence(llm, TEXT, PLAN, number) for number in (40, 7, 40)]
     for seq in seqs:
         llm.loop.submit(seq)
-        while seq.state in ("waiting", "reading"):
+        while seq.state in ("waiting", "prefilling"):
             llm.loop.step()
     finish(llm, seqs)
     for seq in seqs:
@@ -118,6 +118,7 @@ def test_dense_sequences_share_with_others_than_they_do(llama: Path, alone: dict
     assert run(llm, wider).num_reused == seq.num_reused == 0, "indexes are of one rule"
 
 
+@pytest.mark.usefixtures("eager_pace")
 def test_exact_sequences_share_what_was_learned(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_new_tokens": 24, "exact": True, "plan": PLAN}
     directory = write_wide(tmp_path, "Qwen3")

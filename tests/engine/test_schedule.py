@@ -308,7 +308,7 @@ MODELS = st.builds(
 SECONDS = st.sampled_from([0.0, 0.001, 0.1, 3.0])
 EVENTS = st.one_of(
     st.tuples(st.just("arrive"), st.sampled_from("abc"), st.integers(1, 20), st.integers(1, 20), st.integers(1, 5)),
-    st.tuples(st.just("cancel"), st.sampled_from(["waiting", "reading", "decoding"]), st.integers(0, 9)),
+    st.tuples(st.just("cancel"), st.sampled_from(["waiting", "prefilling", "decoding"]), st.integers(0, 9)),
     st.tuples(st.just("revise"), st.integers(0, 9), st.integers(1, 20), st.integers(1, 20)),
     st.tuples(st.just("lend"), st.integers(0, 20)),
     st.tuples(st.just("step"), SECONDS, SECONDS),

@@ -128,7 +128,7 @@ def test_a_step_that_fails_is_taken_again(where: str, llama: Path, monkeypatch: 
         llm.loop.submit(seq)
     while not all(len(tokens(seq)) > 5 for seq in seqs):
         llm.loop.step()
-    owner, name = (Slots, "run") if where == "run" else (captured_sequences.CapturedSequences, "_prefill")
+    owner, name = (Slots, "run") if where == "run" else (captured_sequences.CapturedSequences, "_read")
     original = getattr(owner, name)
 
     def fail(*arguments: Any) -> Any:

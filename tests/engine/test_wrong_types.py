@@ -140,7 +140,7 @@ ENTRIES: dict[str, Callable[[LLM, Any], object]] = {
     "probe_every of sparse": lambda llm, given: sparsely(llm, probe_every=given),
     "reserve": lambda llm, given: sparsely(llm, reserve=given),
     "placement of sparse": lambda llm, given: sparsely(llm, placement=given),
-    "rows": lambda llm, given: kvsift.make_cache(llm.model, "dense", seqs=given),
+    "rows": lambda llm, given: kvsift.make_cache(llm.model, "dense", rows=given),
 }
 
 
@@ -194,7 +194,7 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
 
 def test_a_stream_that_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("Once", max_new_tokens=4)
-    monkeypatch.setattr(llm.loop._model, "decode_rows", lambda seqs: 1 / 0)
+    monkeypatch.setattr(llm.loop._model, "decode_sequences", lambda seqs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(stream)
     assert list(stream) == []

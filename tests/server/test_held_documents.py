@@ -131,14 +131,14 @@ def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
 
 
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, read = Held(model), SequenceRunner.read
+    held, read = Held(model), SequenceRunner.prefill
 
     def failing(self: SequenceRunner, row: Sequence, ids: Any, pause: Any = None) -> Any:
         if len(held.of("b")) == 0:
             raise RuntimeError("a fault")
         return read(self, row, ids, pause)
 
-    monkeypatch.setattr(SequenceRunner, "read", failing)
+    monkeypatch.setattr(SequenceRunner, "prefill", failing)
     held.add("a", text_of(300))
     held.documents.ask("a", "about a")
     held.step(lambda: held.refused)
@@ -193,7 +193,7 @@ def test_a_document_that_fails_anywhere_ends_alone(
         tell(documents, document, status)
 
     places: dict[str, tuple[Any, str, Any]] = {
-        "tokens": (HeldDocuments, "_row", failing),
+        "tokens": (HeldDocuments, "_seq", failing),
         "the queue": (held.llm.loop, "submit", failing),
         "progress": (HeldDocuments, "_notify", silent),
         "the end": (HeldDocuments, "_notify", silent),

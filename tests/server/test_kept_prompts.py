@@ -71,10 +71,10 @@ def test_another_engine_goes_on_from_the_file(
     assert expected[1] == whole_chunks
 
     read: list[int] = []
-    original = SequenceRunner.read
+    original = SequenceRunner.prefill
     monkeypatch.setattr(
         SequenceRunner,
-        "read",
+        "prefill",
         lambda self, cache, ids, pause=None: (read.append(len(ids)), original(self, cache, ids, pause))[1],
     )
     second = new_llm(model, plan)

@@ -1,7 +1,7 @@
 """Prompts that were prefilled before: chunks of pages, found by the tokens that lead to them.
 
-A chunk is ``grid`` tokens, of which the keys depend on the tokens before them alone, so sequences whose prompts begin
-alike share its pages. Its name is a hash of its tokens and of the name of the chunk before it; the tokens are compared,
+A chunk is ``grid`` tokens, of which the keys depend on the tokens before them alone, so sequences that share a prefix
+share its pages. Its name is a hash of its tokens and of the name of the chunk before it; the tokens are compared,
 too.
 """
 
