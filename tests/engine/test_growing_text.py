@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from kvsift.tokenization import growing_text
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
-DOCUMENT = make_document(8000)
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,6 +25,11 @@ ENDS = (
     "a b\n" * 2000,
 )  # fmt: skip
 WITHOUT_WORDS = "no words"
+
+
+@cache
+def document() -> str:
+    return make_document(8000)
 
 
 def trained(name: str) -> Tokenizer:
@@ -50,7 +55,7 @@ def trained(name: str) -> Tokenizer:
             level = pre_tokenizers.ByteLevel(add_prefix_space=name == "gpt 2", use_regex=name == "gpt 2")
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
             tokenizer.decoder = decoders.ByteLevel()
-    texts = DOCUMENT[:4000].splitlines() if name == WITHOUT_WORDS else [DOCUMENT]
+    texts = document()[:4000].splitlines() if name == WITHOUT_WORDS else [document()]
     tokenizer.train_from_iterator([*texts, "é \U0001f600 <s>"], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A <|end|>", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<s>", "<|end|>")]
@@ -73,8 +78,8 @@ def test_texts_have_their_own_tokens(tokenizer: Any, special: bool, monkeypatch:
     whole, encoded = growing_text._whole, list[str]()
     monkeypatch.setattr(growing_text, "_whole", lambda *given: (encoded.append(given[1]), whole(*given))[1])
     growing, draw = GrowingText(), random.Random(3)
-    texts = [f"{DOCUMENT}\n\nQuestion: {end}\nAnswer:" for end in ENDS]
-    texts += [DOCUMENT + "".join(draw.choices(DOCUMENT, k=draw.randrange(400))) for _ in range(6)]
+    texts = [f"{document()}\n\nQuestion: {end}\nAnswer:" for end in ENDS]
+    texts += [document() + "".join(draw.choices(document(), k=draw.randrange(400))) for _ in range(6)]
     grown = texts[0]
     for end in ENDS:  # turns of a conversation
         texts.append(grown := f"{grown} {end}\nQuestion: ")
@@ -89,7 +94,7 @@ def test_texts_have_their_own_tokens(tokenizer: Any, special: bool, monkeypatch:
 
 def test_texts_that_differ_early_and_short_ones_are_encoded_whole(tokenizer: Any) -> None:
     growing = GrowingText()
-    for text in (DOCUMENT, "Other " + DOCUMENT, DOCUMENT[:100], DOCUMENT[:20_000], DOCUMENT, ""):
+    for text in (document(), "Other " + document(), document()[:100], document()[:20_000], document(), ""):
         for special in (True, False):
             assert growing.encode(tokenizer, text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
 
@@ -97,8 +102,8 @@ def test_texts_that_differ_early_and_short_ones_are_encoded_whole(tokenizer: Any
 def test_questions_about_a_document_encode_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_model())
     form = PromptFormat(tokenizer)
-    prompts, lengths, encoding = DocumentPrompts(form, DOCUMENT), list[int](), growing_text._encoding
+    prompts, lengths, encoding = DocumentPrompts(form, document()), list[int](), growing_text._encoding
     monkeypatch.setattr(growing_text, "_encoding", lambda *given: (lengths.append(len(given[1])), encoding(*given))[1])
     for question in ("What is the code?", "Who?"):
-        assert prompts(question) == form.encode(DOCUMENT, question)
+        assert prompts(question) == form.encode(document(), question)
     assert max(lengths) < 5000

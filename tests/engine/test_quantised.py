@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from kvsift import LLM
 from kvsift.models.hf.model_directory import ModelDirectory
 
-pytest.importorskip("bitsandbytes", reason="quantises the checkpoints of these tests")
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="it quantises the checkpoints of these tests")
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
 SETTINGS = {
