@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
+
+import torch
 
 from kvsift.engine.loop import Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.sequence_runner import SequenceRunner
+from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.plan.placement import Placement
+from kvsift.plan.tuned_plan import ModelPlans
 
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other sequences wait less
 
@@ -15,7 +20,8 @@ class Engine(ModelRunner):
     """A model with its pools, prefix cache and scheduler.
 
     Args:
-        arguments: of ``ModelRunner``.
+        directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans: see
+            ``ModelRunner``.
         keep_tokens: of prompts, that are kept for later ones.
 
     Attributes:
@@ -23,8 +29,13 @@ class Engine(ModelRunner):
             tokens, or ``GPU_GRID``, in whole pages.
     """
 
-    def __init__(self, *arguments: Any, keep_tokens: int = 0) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
+        probe_every: int, dense_below: int | str, path: str, deterministic: bool, plans: ModelPlans, keep_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans
+        )
         seqs = SequenceRunner(self)
         size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
         grid = max(size // seqs.page_size, 1) * seqs.page_size
