@@ -31,7 +31,8 @@ class Engine(ModelRunner):
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
-        probe_every: int, dense_below: int | str, path: str, deterministic: bool, plans: ModelPlans, keep_tokens: int = 0,
+        probe_every: int, dense_below: int | str, path: str, deterministic: bool, plans: ModelPlans,
+        keep_tokens: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(
             directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans
