@@ -167,9 +167,9 @@ class Generation:
         runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
         length = max(request.length for request in requests)
         totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
-        seqs = sequence_lengths(totals, page_size)
-        kept = runner.fast_path.take(self._plan, runner.rotation(length), seqs)
-        return (runner.new_cache(self._plan, 0, seqs, length), None) if kept is None else (kept.cache, kept)
+        lengths = sequence_lengths(totals, page_size)
+        kept = runner.fast_path.take(self._plan, runner.rotation(length), lengths)
+        return (runner.new_cache(self._plan, 0, lengths, length), None) if kept is None else (kept.cache, kept)
 
     def _report(self, indices: abc.Sequence[int], seqs: abc.Sequence[Sequence]) -> None:
         """Report the progress over all prompts, of which those of a group are being prefilled."""

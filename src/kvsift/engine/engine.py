@@ -37,10 +37,10 @@ class Engine(ModelRunner):
         super().__init__(
             directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans
         )
-        seqs = SequenceRunner(self)
+        runner = SequenceRunner(self)
         size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
-        grid = max(size // seqs.page_size, 1) * seqs.page_size
-        self.loop = Loop(seqs, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        grid = max(size // runner.page_size, 1) * runner.page_size
+        self.loop = Loop(runner, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
 
     def __enter__(self) -> Self:
         return self

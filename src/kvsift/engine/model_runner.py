@@ -262,18 +262,18 @@ class ModelRunner(Uncopied):
         limits = self._rope_limits
         return None if limits is None else limits.least(limits.stepped(length))
 
-    def new_cache(self, plan: Plan, reserve: int, seqs: Sequence[int] = (), length: int | None = None) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``seqs`` of these lengths that are fed one by one.
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
 
         ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
 
         Raises:
             InputError: if sequences are to be kept in host memory, which has no room for them.
         """
-        if seqs and self.place.in_host_memory and self.device.type == "cuda":
-            require_host_memory(self.directory, self.dtype, sum(seqs), self.place)
+        if rows and self.place.in_host_memory and self.device.type == "cuda":
+            require_host_memory(self.directory, self.dtype, sum(rows), self.place)
         cache = make_drafting_cache(
-            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=seqs, placement=self.place
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
         cache.run.kv = KVPool(steady=True) if self.deterministic else None
         cache.pin(self.rotation(reserve if length is None else length))

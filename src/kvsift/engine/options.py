@@ -39,7 +39,7 @@ class GenerateOptions:
     """How to generate after a prompt.
 
     Attributes:
-        plan: how to sift; None: the default plan of the model or the document.
+        plan: what each query reads; None: the default plan of the model or the document.
         max_new_tokens: maximum number of tokens to generate for each prompt.
         sampling: how to choose tokens, for all prompts or one for each; None: greedy.
         stop: text, or several texts, that end the answer and are not part of it; a special token that has one as its

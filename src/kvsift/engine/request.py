@@ -22,8 +22,8 @@ class Request:
     Attributes:
         ids: tokens of the prompt.
         max_new_tokens: maximum number of tokens to generate, for which room is reserved.
-        plan: how to sift, as it runs on this machine.
-        sampling: how to choose them.
+        plan: what each query reads, as it runs on this machine.
+        sampling: how to choose the tokens of the answer.
         ends: tokens of the model that end the text and are not part of it.
         stop_ids: tokens that the client has named, which end it likewise.
         stops: texts that end it likewise.

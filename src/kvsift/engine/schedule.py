@@ -115,7 +115,7 @@ class Schedule:
 
     @property
     def backlog(self) -> int:
-        """Prompt tokens still to be computed, of requests that wait or read."""
+        """Prompt tokens still to be computed, of requests that wait or are being prefilled."""
         accounts = self._accounts.values()
         return sum(
             request.tokens for each in accounts for request in (*each.waiting.values(), *each.prefilling.values())

@@ -74,7 +74,7 @@ class Sequence:
         decode_from: position from which the tokens of the prompt are attended as if they had been generated.
         on_end: called in the thread of the loop when the sequence has ended.
         state, finish_reason, error: how far it is, and how it ended.
-        place, stats: its sequence in a cache that has several, and its counters if they are not those of the cache.
+        place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
         num_cached: tokens that are cached; those of a step that failed are not.
         num_reused: of the prompt, those that were prefilled before.
         no_reuse: why none could be; empty if that was possible.

@@ -6,8 +6,8 @@ FD is a connected socket. The process ends when the other side closes it. Messag
 
     in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
           {op: prefill | forget, document, ...}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, sequences: [...]},
-          {op: heartbeat, step_s, sequences, pages}, {op: document, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]},
+          {op: heartbeat, step_s, rows, pages}, {op: document, document, ...}
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ of tokens always. Drafts are steps under the plan, on whose bits nothing depends
 
 The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device, and
 drafts behind the verification before them, in the hope that as many will be asked for again: what it accepts, and where
-they go on, is found on the device. While sequences rest, a step is launched before the one before is read.
+they go on, is found on the device. While drafts pause, a step is launched before the one before is read.
 """
 
 from __future__ import annotations

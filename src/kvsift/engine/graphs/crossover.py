@@ -46,8 +46,8 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
         graphs = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
         for length in (short, long):
             pages = -(-length // slots.batch.page_size)
-            seqs = [_pages(slots, seq * pages, pages) for seq in range(slots.num_slots)]
-            slots.assign([Assignment(seq, length - 1, 0, Sampling(), 0, rule) for seq in seqs], 0)
+            tables = [_pages(slots, slot * pages, pages) for slot in range(slots.num_slots)]
+            slots.assign([Assignment(table, length - 1, 0, Sampling(), 0, rule) for table in tables], 0)
             slots.batch.advance()
             times[length] = (_seconds(graphs[0]), _seconds(graphs[1]))
     slots.assign([], 0)

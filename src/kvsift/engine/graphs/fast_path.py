@@ -133,16 +133,16 @@ class FastPath:
                 self._prefill = FusedModel(self._fused_step(model))
             return self._prefill
 
-    def take(self, plan: Plan, rotation: int | None, seqs: Sequence[int]) -> Session | None:
+    def take(self, plan: Plan, rotation: int | None, lengths: Sequence[int]) -> Session | None:
         """The session of the last call over its emptied cache, if it fits sequences of these lengths; else None, and
         its memory is free. It belongs to the caller until the caller closes ``session``."""
         with self._making:  # no two threads take the same
             kept = self._kept
             self.release()
         fits = kept is not None and kept.cache.run.plan == plan and kept.cache.rotation == rotation
-        if kept is None or not fits or not kept.has_room(seqs):
+        if kept is None or not fits or not kept.has_room(lengths):
             return None
-        kept.cache.clear(seqs)
+        kept.cache.clear(lengths)
         return kept
 
     def release(self) -> None:

@@ -117,7 +117,7 @@ class Slots:
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
         self._captured: dict[StepKind, CapturedStep] = {}
         self._ruled: tuple[object, object] | None = (
-            None  # budgets, and lengths below which sequences are dense, as they are
+            None  # budgets, and lengths below which sequences are dense
         )
         self._known_knobs: list[tuple[float, float]] = []  # on the device
 
@@ -294,7 +294,7 @@ class Slots:
         kinds = {kind for kind in self._summaries[0] if kind in SKETCHES} if self.batch.block else set()
         if self.batch.block == 1:
             kinds |= {kind for kind in self._summaries[0] if row_twin(kind) is not None}
-        return [{kind: seqs for kind, seqs in pools.items() if kind in kinds} for pools in self._summaries]
+        return [{kind: rows for kind, rows in pools.items() if kind in kinds} for pools in self._summaries]
 
     def _summarise(self) -> None:
         """Write the summaries of the pages that the tokens of this step have filled, sketches apart."""
@@ -302,9 +302,9 @@ class Slots:
         page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
         slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
         for layer, summaries in zip(self.layers, self._summaries):
-            for kind, seqs in summaries.items():
+            for kind, rows in summaries.items():
                 if row_twin(kind) is not None:  # drafts go without others
-                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, seqs, pages)
+                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
 
 
 def tokens_of(results: Tensor) -> list[int]:

@@ -205,7 +205,9 @@ def decide_together(paces: Sequence[Pace], most: Sequence[int]) -> None:
     Those that measure together draft together: the step takes as long for all as for one.
     """
     kinds: dict[int, list[int]] = {}
-    for seq, pace in enumerate(paces):
-        kinds.setdefault(id(pace.measured), []).append(seq)
-    for seqs in kinds.values():
-        paces[seqs[0]].measured.decide([paces[seq].drafted_share for seq in seqs], max(most[seq] for seq in seqs))
+    for index, pace in enumerate(paces):
+        kinds.setdefault(id(pace.measured), []).append(index)
+    for indices in kinds.values():
+        paces[indices[0]].measured.decide(
+            [paces[index].drafted_share for index in indices], max(most[index] for index in indices)
+        )
