@@ -51,8 +51,8 @@ class LLM(Engine):
         model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
             cache if it is not there; None is the embedded model.
         plan: which part of the KV cache each query reads: text such as "quest:budget=1024", a table, or an object, a
-            ``Plan``, a ``Rule`` or a method (``kvsift.parse_plan``), or "auto": the plan that ``kvsift tune`` found for this model, else
-            the default one with a guard, which is logged; so is every ``plan`` below.
+            ``Plan``, a ``Rule`` or a method (``kvsift.parse_plan``), or "auto": the plan that ``kvsift tune`` found for
+            this model, else the default one with a guard, which is logged; so is every ``plan`` below.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
