@@ -37,7 +37,7 @@ def demo(
     verbose: o.VerboseOption = False,
     threads: o.ThreadsOption = None,
 ) -> None:
-    """Hide facts in a long English document and ask for them, dense and sifted side by side."""
+    """Hide facts in a long English document and ask for them, dense and sparse side by side."""
     files.require_writable(document, "--document")
     spec = files.read_plan(plan)
     with ProgressBar(quiet, "making a document"):

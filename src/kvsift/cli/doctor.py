@@ -12,7 +12,10 @@ from typing import Any
 from kvsift.cli import options as o
 from kvsift.cli.numbers_table import print_rows
 
-PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
+PACKAGES = (
+    "kvsift", "kvsift-lab", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings",
+    "fastapi", "uvicorn", "pypdf",
+)  # fmt: skip
 
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:

@@ -46,7 +46,7 @@ class StreamOptions(Strict):
 
 
 class Sparsity(Strict):
-    """How the KV cache is sifted for one request."""
+    """The plan of one request."""
 
     plan: Annotated[str, Field(max_length=400)] | None = None
     min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
