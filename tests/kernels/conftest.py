@@ -49,7 +49,7 @@ def crossed(**values: Sequence[Any]) -> pytest.MarkDecorator:
     if DEVICE == "cpu":
         every = _pairwise(every)
     chosen = [tuple(each[index] for each, index in zip(values.values(), numbers)) for numbers in every]
-    ids = ["-".join(str(value) for value in combination) for combination in chosen]
+    ids = ["-".join(str(getattr(value, "__name__", value)) for value in combination) for combination in chosen]
     return pytest.mark.parametrize(tuple(values), chosen, ids=ids)
 
 
