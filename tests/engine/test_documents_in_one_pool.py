@@ -42,6 +42,24 @@ def test_two_documents_in_one_pool_answer_as_each_does_alone(path: str, llama: P
     llm.loop.check()
 
 
+def test_a_document_that_was_given_pages_of_another_size_keeps_no_others(llama: Path) -> None:
+    llm = LLM(llama, "dense")
+    other = llm.read(text_of(200))
+    other.ask(QUESTIONS[0], max_new_tokens=2)
+    used = llm.loop.pages.kv.pages.num_used
+    document = llm.read(text_of(400))
+    for plan in ("dense", QUEST + ":page_size=32", "dense"):
+        document.ask(QUESTIONS[0], max_new_tokens=2, plan=plan)
+        llm.loop.check()
+    assert document.ask(QUESTIONS[0], max_new_tokens=2, plan=QUEST + ":page_size=32").token_ids
+    llm.loop.check()
+    assert llm.loop.pages.kv.pages.num_used == used
+    del document
+    gc.collect()
+    llm.loop.step()
+    llm.loop.check()
+
+
 @pytest.mark.parametrize("path", ["auto", "eager"])
 def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: Path) -> None:
     """Four threads; every answer is as alone, and some step decodes all of them."""

@@ -128,7 +128,7 @@ def test_kv_bytes_are_those_of_the_pools(llm: LLM) -> None:
     needed = llm.directory.kv_bytes_per_token(llm.dtype) * (1 + len(TEXT))
     assert llm.directory.kv_bytes_per_token(llm.dtype) == LAYERS * KV_BYTES_PER_TOKEN
     assert needed < dense < 3 * needed
-    assert quest == dense * 17 // 16  # two sequences of summary for sixteen keys and sixteen values
+    assert quest == dense * 17 // 16  # two rows of summary for sixteen keys and sixteen values
 
 
 def test_the_peak_of_the_process_holds_the_cache(llm: LLM) -> None:

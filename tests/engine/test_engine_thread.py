@@ -95,7 +95,7 @@ def test_ctrl_c_at_any_moment_ends_the_own_answer_alone(llama: Path) -> None:
         del actions, chat, document, action
         gc.collect()
         llm.loop.check()
-        assert llm.loop.sequences == [], llm.loop.sequences
+        assert llm.loop.seqs == [], llm.loop.seqs
         assert not any(node.users for node in llm.loop.pages.tree._nodes.values())
         assert threading.active_count() == before - 1
         llm.close()

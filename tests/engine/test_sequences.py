@@ -555,6 +555,13 @@ def test_text_that_was_held_back_is_streamed_at_a_deadline(llama: Path) -> None:
     assert (transcript.end("stop"), transcript.finish_reason) == ("", "deadline")
 
 
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+def test_prompts_of_a_call_share_their_prefix_however_short_the_answers(max_new_tokens: int, llama: Path) -> None:
+    head = text_of(5 * GRID)
+    answers = new_llm(llama).generate([f"{head} {number}" for number in range(3)], max_new_tokens=max_new_tokens)
+    assert [answer.new_prompt_tokens < 2 * GRID for answer in answers] == [False, True, True]
+
+
 def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,10 +338,10 @@ class LLM(Engine):
         self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()
         self.load()
-        self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
+        reason = self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
         check_exact(self, plan, options.exact)
-        runs_as = self.composed_plan(plan)
+        runs_as = plan if reason is None else self.composed_plan(plan)
         requests = [
             self.request(ids, runs_as, choice, streamed, where, started)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))

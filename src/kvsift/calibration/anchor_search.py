@@ -47,7 +47,7 @@ class Choice:
 
 def choices(gains: Gains, least: float = -inf) -> list[Choice]:
     """The best anchors of every number from 1 up, where no layer would gain less than ``least`` from the nearest."""
-    allowed = [[gain if gain >= least else -inf for gain in seq] for seq in gains]
+    allowed = [[gain if gain >= least else -inf for gain in row] for row in gains]
     return [_assigned(gains, anchors) for anchors in best_anchors(allowed) if anchors]
 
 
@@ -78,7 +78,7 @@ def best_anchors(gains: Gains) -> list[tuple[int, ...]]:
     """For 1, 2, ... anchors: those with the largest sum of gains where every layer takes the nearest anchor below;
     empty where no sum is finite. The first layer is always one."""
     count = len(gains)
-    sums = [[0.0, *accumulate(seq[first:])] for first, seq in enumerate(gains)]  # of layers first to first + i - 1
+    sums = [[0.0, *accumulate(row[first:])] for first, row in enumerate(gains)]  # of layers first to first + i - 1
     best, found = [0.0] + [-inf] * count, []  # of the first so many layers, with the anchors of this round
     sets: list[tuple[int, ...]] = [()] * (count + 1)
     for _ in range(count):

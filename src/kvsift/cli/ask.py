@@ -38,7 +38,7 @@ def ask(
         list[str] | None, typer.Option("--compare", help="Answer under this plan too, e.g. dense; may be repeated.")
     ] = None,
     question_phase: Annotated[
-        str, typer.Option("--question-phase", help="prefill, or decode: the question's tokens are sparse too (harder).")
+        str, typer.Option("--question-phase", help="prefill, or decode: the question too is attended sparsely.")
     ] = "prefill",
     max_new_tokens: o.NewTokensOption = 64,
     stop: o.StopOption = None,

@@ -272,8 +272,8 @@ class Loop(EngineThread):
         self._end(seq, "error", error)
 
     def _room_to_admit(self) -> int:
-        """``_room``; where it cannot be told, the sequences that wait for it end with the reason, and the others go
-        on."""
+        """Pages that could be reserved; where that cannot be told, the sequences that wait for them end with the
+        reason, and the others go on."""
         waiting = self._schedule.waiting
         try:
             return self.pages.room(self.seqs) if waiting else 0
@@ -371,6 +371,8 @@ class Loop(EngineThread):
                 cache.prepare()
                 logits = self._model.prefill(seq, seq.request.ids[stop:])
                 seq.num_cached = end
+            if seq.num_cached >= end:
+                self._look_again()  # now: it may end with its first token, and let go of its chunks
             self._has_prefilled(seq, cache, logits)
         except OUT_OF_MEMORY as error:
             if not self._undo(seq, counters) or not self.pages.drop(self.pages.kv.pages.num_pages):
@@ -382,8 +384,6 @@ class Loop(EngineThread):
             self._schedule.has_prefilled(seq.key, seq.num_cached - before, prefill_s, done=seq.num_cached >= end)
             if pauses.seconds:
                 self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
-        if seq.num_cached >= end:
-            self._look_again()
 
     def _next_stop(self, seq: Sequence) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter, abc
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -181,8 +182,7 @@ class Pages:
         cache.mark()
         prefix.cache, prefix.forks = cache, self._model.forks(cache)
         self.pinned.add(prefix)
-        table = cache.run.table
-        weakref.finalize(prefix, on_end, _nothing if table is None else table.clear).atexit = False
+        weakref.finalize(prefix, on_end, partial(_clear, cache)).atexit = False
 
     def trim(self, is_idle: bool) -> None:
         """Drop prompts beyond those that are kept; without a sequence and without any, the memory is given back."""
@@ -230,5 +230,7 @@ def _pages_of(runs: Iterable[Run]) -> Counter[int]:
     return Counter(page for run in runs for page in range(*run))
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _clear(cache: SparseCache) -> None:
+    """Return the pages of a cache, whose table may have been replaced since it was pinned."""
+    if cache.run.table is not None:
+        cache.run.table.clear()

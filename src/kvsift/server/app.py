@@ -127,9 +127,13 @@ def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Superv
     """
     _check_model(body.model, supervisor)
     client, salt = owner
+    prompt = body.prompt_fields()
+    document = prompt.get("document")
+    if document is not None:
+        supervisor.documents.get(document, owner).check_readable()
     sampling = {"temperature": body.temperature or 0.0, "top_p": 1.0 if body.top_p is None else body.top_p}
     request = AnswerRequest(
-        **body.prompt_fields(),
+        **prompt,
         num_samples=body.samples,
         plan=supervisor.plans.index(body.plan.plan),
         min_recovery=body.plan.min_recovery,
@@ -146,9 +150,7 @@ def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Superv
         client=client if salt else _digest(client, body.end_user),
         salt=salt,
     )
-    if request.document is not None:  # its salt stays, as for another one it would be prefilled again
-        supervisor.documents.get(request.document, owner).check_readable()
-    elif body.prompt_cache_key:
+    if document is None and body.prompt_cache_key:  # a document would be prefilled again with another salt
         return replace(request, salt=_digest(salt, body.prompt_cache_key))
     return request
 

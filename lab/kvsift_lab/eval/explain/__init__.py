@@ -1,7 +1,7 @@
 """Explanations of the tokens of an answer: the passages that layers and heads attend to, and what methods would read.
 
 explanation = explain(llm, text, "What is the access code?", methods=["quest", "streaming_llm"])
-explanation.most_prefilled(3)                      # passages, by attention
+explanation.most_read(3)                      # passages, by attention
 explanation.choices[1].recall                 # of quest, at the same budget and for the same queries
 explain_tokens(llm, text, question)           # every token of the answer, from one run
 """

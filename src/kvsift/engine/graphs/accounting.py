@@ -25,8 +25,8 @@ class CapturedSequence:
     """A sequence that captured steps decode.
 
     Attributes:
-        cache: that it is a sequence of.
-        place: its sequence there.
+        cache: of its keys and values.
+        place: its row there.
         stats: its counters.
         start: tokens cached before the first step.
         most: steps that may be needed.

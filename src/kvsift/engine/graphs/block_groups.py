@@ -1,8 +1,7 @@
 """Captured steps whose tokens have the same bits whatever is computed beside them.
 
 Each sequence of a step has a block of slots, for tokens that follow one another: one of them for dense decoding, or
-    those of
-a verification (``engine.speculative``). Each token is multiplied (``kernels.skinny_product``) and attended
+those of a verification (``engine.speculative``). Each token is multiplied (``kernels.skinny_product``) and attended
 (``kernels.block_attention``) as if it were alone; a model whose products do not allow it takes steps of the same number
 of tokens always. Drafts are steps under the plan, on whose bits nothing depends.
 

@@ -116,9 +116,7 @@ class Slots:
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
         self._captured: dict[StepKind, CapturedStep] = {}
-        self._ruled: tuple[object, object] | None = (
-            None  # budgets, and lengths below which sequences are dense
-        )
+        self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which sequences are dense
         self._known_knobs: list[tuple[float, float]] = []  # on the device
 
     @property
