@@ -267,13 +267,13 @@ def test_a_document_keeps_its_steps_from_question_to_question(llama: Path) -> No
     llm = LLM(llama, QUEST, path="eager")
     document = llm.read(TEXTS[0])
     document.ask("How many sacks?", max_new_tokens=5)
-    [group] = llm.loop._model._groups  # type: ignore[attr-defined]
+    [group] = llm.loop._runner._groups  # type: ignore[attr-defined]
     session = group._source._session
     assert session is not None
     document.ask("Which mill?", max_new_tokens=50)
     assert group._source._session is session
     long = document.ask("Which mill?", max_new_tokens=900)  # more than was reserved
-    assert llm.loop._model._groups == [group]  # type: ignore[attr-defined]
+    assert llm.loop._runner._groups == [group]  # type: ignore[attr-defined]
     assert group._source._session is not session
     assert long.token_ids == LLM(llama, QUEST).read(TEXTS[0]).ask("Which mill?", max_new_tokens=900).token_ids
 

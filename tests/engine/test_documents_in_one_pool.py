@@ -81,8 +81,8 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: 
 
     expected = [task() for task in tasks(LLM(llama, QUEST, **options))]
     llm, together, start = LLM(llama, QUEST, **options), list[int](), Barrier(4)
-    step = llm.loop._model.decode_sequences
-    llm.loop._model.decode_sequences = lambda seqs: together.append(len(seqs)) or step(seqs)  # type: ignore[method-assign]
+    step = llm.loop._runner.decode_sequences
+    llm.loop._runner.decode_sequences = lambda seqs: together.append(len(seqs)) or step(seqs)  # type: ignore[method-assign]
 
     def run(task: Callable[[], list[int]]) -> list[int]:
         start.wait()

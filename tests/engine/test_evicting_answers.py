@@ -106,9 +106,9 @@ def test_memory_is_asked_for_what_a_plan_holds_while_it_reads(llama: Path, monke
 def test_a_cache_says_why_it_cannot_go_back(llama: Path) -> None:
     model = llm(llama, "snapkv:evict=true")
     cache = model.new_cache(model.plan, 300)
-    model.prefill(cache, [5] * 200)
+    model.feed(cache, [5] * 200)
     cache.mark()
-    model.prefill(cache, [6], phase="decode")
+    model.feed(cache, [6], phase="decode")
     assert not cache.can_rewind
     with pytest.raises(InputError, match="Read the text again into a new cache, or leave evict out"):
         cache.rewind()
@@ -119,11 +119,11 @@ def test_a_cache_says_why_it_cannot_go_back(llama: Path) -> None:
 def test_a_marked_cache_can_go_back_however_far(spec: str, llama: Path) -> None:
     model = llm(llama, spec)
     cache = model.new_cache(model.plan, 2000)
-    model.prefill(cache, [5, 9] * 100)
+    model.feed(cache, [5, 9] * 100)
     cache.mark()
-    model.prefill(cache, [6, 7] * 600)
+    model.feed(cache, [6, 7] * 600)
     cache.rewind()
-    model.prefill(cache, [6], phase="decode")
+    model.feed(cache, [6], phase="decode")
     said = [seq for seqs in cache.describe().values() for seq in seqs]
     assert said
     assert not any("queries_unknown_before" in seq for seq in said)

@@ -94,7 +94,7 @@ def test_sequences_come_and_go_whatever_is_drafted(
         if rng.random() < 0.01 and seqs:
             llm.loop.cancel(rng.choice(list(seqs.values())))
         if rng.random() < 0.02:
-            llm.loop._model.release(llm.loop.pages.kv)
+            llm.loop._runner.release(llm.loop.pages.kv)
     for number, seq in seqs.items():
         assert seq.error is None
         assert tokens(seq) == expected[number][: len(tokens(seq))], number

@@ -87,7 +87,7 @@ def test_the_time_of_a_dense_step_is_of_steps_that_are_dense_and_teach_nothing(l
     decoder.learn(Proposal(), 0, 0.0, 0.020, False, 7)
     assert verify[1].seconds == 0.010, "another row has proposed tokens"
     decoder.propose(4, 0, False)
-    assert not decoder.rests
+    assert not decoder.is_paused
     decoder.learn(Proposal(), 0, 0.0, 0.020, False, 0)
     assert (verify[1].seconds == 0.010) == learns
     decoder.learn(Proposal([5, 6]), 2, 0.002, 0.030, False, 4)

@@ -425,4 +425,4 @@ def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch:
     assert sorted(seq.error is None for seq in seqs) == [False, True]
     for seq in (seq for seq in seqs if seq.error is None):
         assert tokens(seq) == llm.generate(text_of(len(seq.request.ids) - 1), max_new_tokens=10).token_ids
-    assert not any(group.seqs for group in other.loop._model._groups)  # type: ignore[attr-defined]
+    assert not any(group.seqs for group in other.loop._runner._groups)  # type: ignore[attr-defined]

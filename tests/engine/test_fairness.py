@@ -156,7 +156,7 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
         monkeypatch.setattr(captured_sequences, "LAUNCHED_AHEAD", ahead)
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)
         llm = new_llm(llama, deterministic=deterministic)
-        llm.loop = type(llm.loop)(llm.loop._model, GRID, max_seqs=4)
+        llm.loop = type(llm.loop)(llm.loop._runner, GRID, max_seqs=4)
         launches, seqs = Launches(llm), list[Sequence]()
         for number in range(len(cases)):
             seqs.append(opened(llm, number, rng.choice("ABC")))

@@ -97,7 +97,7 @@ def test_a_chunk_that_failed_is_read_again(
 ) -> None:
     llm = keeping(llama)
     run(llm, new_sequence(llm, text_of(400)[::-1], "dense"))
-    prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
+    prefill, failures = llm.feed, [torch.OutOfMemoryError("no memory")]
 
     def short_of_memory(cache: Any, ids: Any, *args: Any, **options: Any) -> Any:
         logits = prefill(cache, ids, *args, **options)
@@ -105,7 +105,7 @@ def test_a_chunk_that_failed_is_read_again(
             raise failures.pop()
         return logits
 
-    monkeypatch.setattr(llm, "prefill", short_of_memory)
+    monkeypatch.setattr(llm, "feed", short_of_memory)
     assert_equal(run(llm, new_sequence(llm, TEXT, PLAN, 40)), alone[TEXT])
     assert not failures
 

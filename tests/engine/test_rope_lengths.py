@@ -104,7 +104,7 @@ def test_feeding_a_document_more_than_was_said_is_refused(directories: dict[str,
     document = Document(llm, ids, lambda question: ids, llm.plan)
     cache = document.prefill(llm.plan, 10)
     with pytest.raises(InputError, match="original maximum 128"):
-        llm.prefill(cache, [5] * 40)
+        llm.feed(cache, [5] * 40)
 
 
 def test_dynamic_ntk_goes_as_far_as_its_factor(directories: dict[str, Path]) -> None:

@@ -60,9 +60,9 @@ def logits(llm: LLM, document: Document, plan: str, num_new: int = 6) -> torch.T
     """Of the last token of a question and of greedy tokens after it, [num_new, vocabulary]."""
     ids = document.check(QUESTION, num_new)
     cache = document.prefill(parse_plan(plan), len(ids) + num_new - document.num_tokens)
-    found = [llm.prefill(cache, ids[document.num_tokens :])]
+    found = [llm.feed(cache, ids[document.num_tokens :])]
     for _ in range(num_new - 1):
-        found.append(llm.prefill(cache, [int(found[-1].argmax())], phase="decode"))
+        found.append(llm.feed(cache, [int(found[-1].argmax())], phase="decode"))
     return torch.cat([one.flatten(0, 1).float().cpu() for one in found])
 
 

@@ -49,7 +49,7 @@ def test_sequences_of_several_plans_answer_side_by_side_as_alone(llama: Path) ->
         assert bool(seq.composed) == case[1].startswith("snapkv"), seq.composed
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
             assert_equal(seq, alone(new_llm(llama, "composed"), *case))
-    assert sum(len(group._seqs) for group in llm.loop._model._groups) == 0  # type: ignore[attr-defined]
+    assert sum(len(group._seqs) for group in llm.loop._runner._groups) == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -71,7 +71,7 @@ def test_who_cannot_join_ends_alone(deterministic: bool, llama: Path, monkeypatc
     take_steps(llm, seqs)
     assert isinstance(seqs[1].error, MemoryError)
     assert [tokens(seq) for seq in seqs[::2]] == expected
-    assert not any(group.seqs for group in llm.loop._model._groups)  # type: ignore[attr-defined]
+    assert not any(group.seqs for group in llm.loop._runner._groups)  # type: ignore[attr-defined]
 
 
 def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypat
         monkeypatch.setattr(captured_sequences, "LAUNCHED_AHEAD", rng.choice([1, 2, 3]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm, keep_tokens = new_llm(llama), rng.choice([0, 1024])
-        llm.loop = type(llm.loop)(llm.loop._model, llm.loop.grid, max_seqs=rng.choice([2, 8]), keep_tokens=keep_tokens)
+        llm.loop = type(llm.loop)(llm.loop._runner, llm.loop.grid, max_seqs=rng.choice([2, 8]), keep_tokens=keep_tokens)
         for seq, case in history(llm, rng):
             if case not in known:
                 known[case] = alone(single, *case)

@@ -187,7 +187,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_sequence(
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm.loop = type(llm.loop)(
-            llm.loop._model, GRID, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
+            llm.loop._runner, GRID, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
         )
         coming = [rng.choice(list(alone)) for _ in range(rng.randint(2, 7))]
         seqs: list[tuple[Sequence, tuple[str, str]]] = []
@@ -228,7 +228,7 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     first = new_llm(llama)
     alone = run(first, new_sequence(first, text, plan))
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
     other = run(llm, new_sequence(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
     again, once_more, salted = (
         run(llm, new_sequence(llm, text, plan, salt=salt)) for salt in ("", "", "another client's")
@@ -245,7 +245,7 @@ def test_pages_that_another_plan_has_read_get_the_summaries_that_they_lack(llama
     text, plans = text_of(4 * GRID + 30), PLANS[:4]
     alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan)) for plan in plans]
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
     for plan, expected in [*zip(plans, alone), *zip(plans, alone)]:
         seq = run(llm, new_sequence(llm, text, plan))
         assert_equal(seq, expected)
@@ -340,10 +340,10 @@ def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, m
     text, plan = text_of(300), f"sketch:{SMALL}"
     alone = run(llm := new_llm(llama), new_sequence(llm, text, plan))
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
     run(llm, new_sequence(llm, text_of(400)[::-1], plan))
     assert len(llm.loop.pages.tree) == 6
-    prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
+    prefill, failures = llm.feed, [torch.OutOfMemoryError("no memory")]
 
     def short_of_memory(cache: Any, ids: abc.Sequence[int], *args: Any, **options: Any) -> Any:
         logits = prefill(cache, ids, *args, **options)
@@ -351,11 +351,11 @@ def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, m
             raise failures.pop()
         return logits
 
-    monkeypatch.setattr(llm, "prefill", short_of_memory)
+    monkeypatch.setattr(llm, "feed", short_of_memory)
     assert_equal(run(llm, new_sequence(llm, text, plan)), alone)
     assert not failures
     llm = new_llm(llama)
-    monkeypatch.setattr(llm, "prefill", lambda *args, **options: (_ for _ in ()).throw(MemoryError("none at all")))
+    monkeypatch.setattr(llm, "feed", lambda *args, **options: (_ for _ in ()).throw(MemoryError("none at all")))
     seq = run(llm, new_sequence(llm, text, plan))
     assert (seq.finish_reason, str(seq.error)) == ("error", "none at all")
 
@@ -364,7 +364,7 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(llama)
-    monkeypatch.setattr(llm.loop._model, "room", lambda kv: 20)
+    monkeypatch.setattr(llm.loop._runner, "room", lambda kv: 20)
     small, large = new_sequence(llm, text_of(100), "dense"), new_sequence(llm, text_of(500), "dense")
     run(llm, large, small)
     assert small.finish_reason == "length"
@@ -499,8 +499,8 @@ def test_decoding_together_changes_no_bit(path: str, family: str, dtype: str, tm
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
     alone = [run(llm, new_sequence(llm, text, PLANS[1], 24)) for text in texts]
     seqs, groups = [new_sequence(llm, text, PLANS[1], 24) for text in texts], []
-    decode = llm.loop._model.decode_sequences
-    llm.loop._model.decode_sequences = lambda together: groups.append(len(together)) or decode(together)
+    decode = llm.loop._runner.decode_sequences
+    llm.loop._runner.decode_sequences = lambda together: groups.append(len(together)) or decode(together)
     run(llm, *seqs)
     for seq, expected in zip(seqs, alone):
         assert_equal(seq, expected)
@@ -567,7 +567,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 ) -> None:
     llm = new_llm(llama)
     pages = 50  # for one of these prompts, not for two
-    monkeypatch.setattr(llm.loop._model, "room", lambda kv: pages - llm.loop.pages.kv.pages.num_pages)
+    monkeypatch.setattr(llm.loop._runner, "room", lambda kv: pages - llm.loop.pages.kv.pages.num_pages)
     texts = [text_of(600), text_of(610)[::-1], text_of(620)]
     assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
     chat = llm.chat(text_of(560))

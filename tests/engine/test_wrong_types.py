@@ -194,7 +194,7 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
 
 def test_a_stream_that_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("Once", max_new_tokens=4)
-    monkeypatch.setattr(llm.loop._model, "decode_sequences", lambda seqs: 1 / 0)
+    monkeypatch.setattr(llm.loop._runner, "decode_sequences", lambda seqs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(stream)
     assert list(stream) == []

@@ -63,10 +63,10 @@ def asked(length: int) -> list[Asked]:
     sample = make_sample("needle", length, 0, encode, 1, [llm.tokenizer.bos_token_id])
     ids = [*sample.context_ids, *encode(question_text(sample.questions[0].text))]
     store = llm.new_cache(plan, len(ids))
-    llm.prefill(store, ids[:-STEPS])
+    llm.feed(store, ids[:-STEPS])
     found = []
     for token in ids[-STEPS:]:
-        llm.prefill(store, [token], phase="decode")
+        llm.feed(store, [token], phase="decode")
         for attention in store.attentions:
             row = attention.store.reader(0)
             found.append(Asked(*heard[attention.shape.layer], row.keys().clone(), row.values().clone()))

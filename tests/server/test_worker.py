@@ -44,10 +44,10 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     worker._take({"op": "cancel", "id": 1})
     for opened in asked:  # the document is read
         worker._begin(opened)
-    assert [opened.request for opened in worker._rows] == [2]
-    assert worker._llm.loop.seqs == [asked[1].row]
+    assert [opened.request for opened in worker._seqs] == [2]
+    assert worker._llm.loop.seqs == [asked[1].seq]
     worker._take({"op": "cancel", "id": 2})
-    assert not worker._rows + worker._waiting
+    assert not worker._seqs + worker._waiting
     assert not worker._llm.loop.seqs
 
 
@@ -58,7 +58,7 @@ def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
     worker._llm.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "Who?"}]
     worker._take(message(1, prompts=[], messages=messages, ignore_eos=ignore_eos, options={"stop": ["never"]}))
-    [opened] = worker._rows
+    [opened] = worker._seqs
     assert tuple(opened.reply.transcript.request.stops) == stops
 
 
@@ -70,7 +70,7 @@ def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
     assert worker._llm._settings is not None
     worker._llm._settings.stops = ("###",)
     worker._take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}))
-    [opened] = worker._rows
+    [opened] = worker._seqs
     assert tuple(opened.reply.transcript.request.stops) == stops
 
 
@@ -86,7 +86,7 @@ def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(
     monkeypatch.setattr(worker._llm.loop, "submit", full)
     worker._take(message(1, num_samples=3))
     assert len(submitted) == 1
-    assert not worker._rows + worker._waiting
+    assert not worker._seqs + worker._waiting
 
 
 def pages(model: Path, path: str, **settings: Any) -> int:

@@ -135,7 +135,7 @@ class KVSiftLM(TemplateLM):
     def _scored(self, cache: Any, token: int, continuation: Sequence[int]) -> tuple[float, bool]:
         total, greedy = 0.0, True
         for target in continuation:
-            logits = self.llm.prefill(cache, [token], phase="decode")[0, -1].float()
+            logits = self.llm.feed(cache, [token], phase="decode")[0, -1].float()
             total += float(logits.log_softmax(-1)[target])
             greedy = greedy and int(logits.argmax()) == target
             token = target

@@ -245,7 +245,7 @@ class ChatsBench(Study):
 
     def _read_in_chunks(self, ids: list[int]) -> float:
         cache, started = self._llm.new_cache(parse_plan("dense"), self.recipe.tokens + 64), perf_counter()
-        self._llm.prefill(cache, ids)
+        self._llm.feed(cache, ids)
         torch.cuda.synchronize()
         return perf_counter() - started
 

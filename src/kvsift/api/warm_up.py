@@ -75,4 +75,4 @@ def _read(runner: ModelRunner, grid: int, plan: Plan) -> None:
     with suppress(*OUT_OF_MEMORY):
         cache = runner.new_cache(plan, start + end)
         for first in range(0, start + end, grid):
-            runner.prefill(cache, [0] * min(grid, start + end - first))
+            runner.feed(cache, [0] * min(grid, start + end - first))

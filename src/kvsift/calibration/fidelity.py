@@ -146,7 +146,7 @@ def decoded(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tensor
         return _stepped(runner, cache, tokens)
     fused = None if plan.is_guarded or plan.wants_hidden else runner.fast_path.fused(runner.model)
     if fused is None:  # a guard decides token by token, and foreseen queries come from transformers' modules
-        return torch.stack([runner.prefill(cache, [token], phase="decode")[0, -1] for token in tokens])
+        return torch.stack([runner.feed(cache, [token], phase="decode")[0, -1] for token in tokens])
     with inference(), feeding(cache, "decode"):  # one pass, in which each token is attended as if it had come alone
         return fused.verify(torch.tensor(tokens, device=runner.device), cache)
 

@@ -218,8 +218,8 @@ def compare(
     for done, text in enumerate(texts, 1):
         pairs.begin()
         cache = runner.new_cache(plan, len(text.ids))
-        runner.prefill(cache, text.ids[: text.start])
-        runner.prefill(cache, text.ids[text.start :], phase="decode")
+        runner.feed(cache, text.ids[: text.start])
+        runner.feed(cache, text.ids[text.start :], phase="decode")
         if progress is not None:
             progress(done, len(texts))
     return pairs

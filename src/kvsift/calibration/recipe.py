@@ -128,7 +128,7 @@ def calibrate(
     runner.check_prompts(pieces, 1, plan)
     for piece in pieces:
         cache = runner.new_cache(plan, len(piece))
-        runner.prefill(cache, piece)
+        runner.feed(cache, piece)
         done += len(piece)
         if progress is not None:
             progress(done, total)

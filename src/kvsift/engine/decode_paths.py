@@ -46,7 +46,7 @@ def decode_in_slots(
         seq.output.notify = lambda piece, index=index: pieces.append((index, piece))
         cache.turn_to(seq.place, seq.counters)
         for start in range(0, len(seq.request.ids), runner.chunk_size):
-            logits = runner.prefill(cache, seq.request.ids[start : start + runner.chunk_size])
+            logits = runner.feed(cache, seq.request.ids[start : start + runner.chunk_size])
             seq.num_cached = cache.get_seq_length()
             yield index, ""
         if seq is seqs[-1]:  # for all sequences: updates are no part of a step's time, nor of what is captured

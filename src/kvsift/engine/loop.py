@@ -39,7 +39,7 @@ class Loop(EngineThread):
     """Sequences over one pool of pages.
 
     Args:
-        model: runs the passes.
+        runner: runs the passes.
         grid: prompt tokens of a pass; a multiple of the page size.
         max_seqs: sequences that decode in one step.
         keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
@@ -48,13 +48,13 @@ class Loop(EngineThread):
     """
 
     def __init__(
-        self, model: SequenceRunner, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
+        self, runner: SequenceRunner, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
         turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         super().__init__(turn)
-        assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
-        self._model, self.grid, self.max_seqs, self.clock = model, grid, max_seqs, clock
-        self.pages = Pages(model, grid, keep_tokens)
+        assert grid % runner.page_size == 0, f"a grid of {grid} tokens splits pages of {runner.page_size}"
+        self._runner, self.grid, self.max_seqs, self.clock = runner, grid, max_seqs, clock
+        self.pages = Pages(runner, grid, keep_tokens)
         self._entering: deque[Sequence] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
@@ -128,7 +128,7 @@ class Loop(EngineThread):
         seqs = self.seqs
         for prefix in list(self.pages.pinned):
             prefix.fail()
-        self._model.fail()
+        self._runner.fail()
         self._begin()
         for seq in seqs:
             seq.cache, seq.nodes, seq.finish_reason, seq.error = None, [], "error", failure
@@ -152,10 +152,10 @@ class Loop(EngineThread):
         self._seqs[seq.key] = seq
         if seq.prefix is not None and not seq.prefix.take(seq, partial(self._try_to_enter, seq)):
             return  # it waits for the prefix
-        apart = self._model.reason_apart(seq)
+        apart = self._runner.reason_apart(seq)
         seq.in_pool = apart is None
         seq.no_reuse = apart or ("" if seq.prefix is None else DOCUMENT) or seq.request.plan.not_shared or ""
-        seq.root = b"" if seq.no_reuse else self._model.root(seq)
+        seq.root = b"" if seq.no_reuse else self._runner.root(seq)
         self.pages.hold(seq, self.pages.found(seq))
         if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq)):
             raise InputError(FULL)
@@ -170,7 +170,7 @@ class Loop(EngineThread):
         self.call(self._release)
 
     def _release(self) -> None:
-        self._model.forget()
+        self._runner.forget()
         self._trim()
 
     def rewound(self, prefix: PinnedPrefix, plan: Plan) -> SparseCache:
@@ -181,7 +181,7 @@ class Loop(EngineThread):
         """
         assert not isinstance(prefix.user, Sequence), "a sequence continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
-        if prefix.is_spoiled or not self._model.rewind(prefix.cache):
+        if prefix.is_spoiled or not self._runner.rewind(prefix.cache):
             raise PrefixSpoiled
         prefix.is_lent = True
         self._replan(prefix, prefix.cache, plan)
@@ -193,14 +193,14 @@ class Loop(EngineThread):
 
     def _restore_pinned(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         assert seq.pins is not None
-        table = PageTable(1, self.pages.kv) if self._model.reason_apart(seq) is None else None
+        table = PageTable(1, self.pages.kv) if self._runner.reason_apart(seq) is None else None
         try:
             if table is not None:
-                self.pages.reserve(table, self._model.pages_of(seq))
-            seq.cache = self._model.open(seq, table)
+                self.pages.reserve(table, self._runner.pages_of(seq))
+            seq.cache = self._runner.open(seq, table)
             seq.cache.pin(rotation)
             seq.source = fill
-            self._model.restore(seq)
+            self._runner.restore(seq)
             seq.cache.prepare()
             self.pin(seq.pins, seq.cache)
         except BaseException:
@@ -233,7 +233,7 @@ class Loop(EngineThread):
 
     def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
         self.pages.allocate(kinds, self.max_seqs, num_pages)
-        return self._model.prepare(self.pages.kv, plan, self.max_seqs)
+        return self._runner.prepare(self.pages.kv, plan, self.max_seqs)
 
     def check(self) -> None:
         """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
@@ -262,9 +262,9 @@ class Loop(EngineThread):
                 self.pages.hold(seq, [])
                 self._schedule.revise(seq.key, *self.pages.cost_of(seq))
             return
-        seq = max(waiting, key=self._model.pages_of)
+        seq = max(waiting, key=self._runner.pages_of)
         length, more = len(seq.request.ids), seq.request.max_new_tokens
-        room = self.pages.room(self.seqs) * self._model.page_size
+        room = self.pages.room(self.seqs) * self._runner.page_size
         error = InputError(
             f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
             "all. Shorten the prompt, or generate fewer."
@@ -294,7 +294,7 @@ class Loop(EngineThread):
         try:
             if table is not None:
                 self.pages.fill(table, seq)
-            seq.cache = self._model.open(seq, table)
+            seq.cache = self._runner.open(seq, table)
             seq.cache.stats.observer = seq.observer
             if seq.nodes:
                 self.pages.adopt(seq, seq.cache)
@@ -316,15 +316,15 @@ class Loop(EngineThread):
                 raise PrefixSpoiled
             cache = prefix.cache
             if prefix.user is not seq:
-                cache = self._model.fork(cache, prefix.length, seq)
+                cache = self._runner.fork(cache, prefix.length, seq)
             elif prefix.is_lent:
-                self._model.rewind(cache)
+                self._runner.rewind(cache)
                 prefix.is_lent = False
             try:
                 if cache.run.table is not None and cache.run.table.kv is self.pages.kv:
-                    self.pages.reserve(cache.run.table, self._model.pages_of(seq))
+                    self.pages.reserve(cache.run.table, self._runner.pages_of(seq))
                 seq.build_s = self._replan(prefix, cache, seq.request.plan)
-                self._model.begin(seq, cache)
+                self._runner.begin(seq, cache)
             except BaseException:
                 if cache is not prefix.cache and cache.run.table is not None:
                     cache.run.table.close(0)
@@ -347,7 +347,7 @@ class Loop(EngineThread):
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is prefilled
         again."""
         assert seq.cache is not None
-        self._model.restore(seq)
+        self._runner.restore(seq)
         length = (len(seq.request.ids) - 1) // self.grid * self.grid
         seq.cache.undo(length)
         for seq.num_cached in range(self.grid, length + 1, self.grid):
@@ -364,12 +364,12 @@ class Loop(EngineThread):
             if stop > before:
                 if stop >= end - 1 and seq.prefix is None:
                     cache.prepare_after_next()
-                logits = self._model.prefill(seq, seq.request.ids[before:stop], pauses)
+                logits = self._runner.prefill(seq, seq.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
                 self._count(seq, before, stop)
             if stop == end - 1:  # the last token alone, whatever was reused before it
                 cache.prepare()
-                logits = self._model.prefill(seq, seq.request.ids[stop:])
+                logits = self._runner.prefill(seq, seq.request.ids[stop:])
                 seq.num_cached = end
             if seq.num_cached >= end:
                 self._look_again()  # now: it may end with its first token, and let go of its chunks
@@ -390,7 +390,7 @@ class Loop(EngineThread):
         before, end = seq.num_cached, len(seq.request.ids)
         others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.prefilling) > 1
         alone = not others and seq.request.plan.prefill is None
-        chunks = max(self._model.most_prefilled // self.grid, 1) if alone else 1
+        chunks = max(self._runner.most_prefilled // self.grid, 1) if alone else 1
         if seq.prefix is None:
             return min(before - before % self.grid + chunks * self.grid, end - (seq.pins is None))
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
@@ -459,7 +459,7 @@ class Loop(EngineThread):
 
     def _groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
         try:
-            return self._model.groups(seqs)
+            return self._runner.groups(seqs)
         except Exception as error:
             failed = next((seq for seq in seqs if seq.composed is None), None)  # they begin in order
             if failed is None:
@@ -472,9 +472,9 @@ class Loop(EngineThread):
         before = [seq.num_cached for seq in group]
         try:
             if group[0].exact is not None:
-                step_exactly(self._model, group, self._chosen)
+                step_exactly(self._runner, group, self._chosen)
             else:
-                for seq, logits in zip(group, self._model.decode_sequences(group)):
+                for seq, logits in zip(group, self._runner.decode_sequences(group)):
                     self._notify(seq, logits)
         except Exception as error:
             if len(group) == 1:
@@ -510,7 +510,7 @@ class Loop(EngineThread):
     def _undo(self, seq: Sequence, counters: Snapshot | None) -> bool:
         """Forget what a failed pass has stored and counted; False if the sequence cannot."""
         if counters is None:
-            self._model.recall(seq)
+            self._runner.recall(seq)
             return True
         if seq.cache is None or not seq.request.plan.can_undo or not seq.cache.can_undo:
             return False
@@ -527,7 +527,7 @@ class Loop(EngineThread):
             self._schedule.remove(seq.key)
         if seq.cache is not None:
             try:
-                self._model.leave(seq)
+                self._runner.leave(seq)
                 seq.report = CacheReport.of(seq.cache)
             except Exception as failure:  # of a method that describes itself
                 reason, error = "error", error or failure
@@ -549,7 +549,7 @@ class Loop(EngineThread):
                 cache.run.table.close(0)
             return
         try:
-            seq.prefix.is_spoiled = not self._model.rewind(cache)
+            seq.prefix.is_spoiled = not self._runner.rewind(cache)
         except Exception:
             seq.prefix.is_spoiled = True
 

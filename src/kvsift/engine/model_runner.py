@@ -280,7 +280,7 @@ class ModelRunner(Uncopied):
         return cache
 
     @inference()
-    def prefill(
+    def feed(
         self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
         phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
     ) -> Any:  # fmt: skip

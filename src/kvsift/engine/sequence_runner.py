@@ -114,7 +114,7 @@ class SequenceRunner:
             return group.step(seqs)
         fused, caches = self._fused(), [seq.cache for seq in seqs if seq.cache is not None]
         if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
-            return [self._runner.prefill(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
+            return [self._runner.feed(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
         return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
 
     def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: abc.Sequence[Any]) -> None:
@@ -143,7 +143,7 @@ class SequenceRunner:
         cache = seq.cache
         assert cache is not None
         phase: Phase = "prefill" if seq.decode_from is None or seq.num_cached < seq.decode_from else "decode"
-        logits: Tensor = self._runner.prefill(cache, ids, phase=phase, pause=pause)
+        logits: Tensor = self._runner.feed(cache, ids, phase=phase, pause=pause)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # what others are owed is measured
         self._remember(cache)

@@ -52,13 +52,13 @@ def test_set_ups_differ_in_the_phase_of_the_question(model: Path, tmp_path: Path
     for setup in ("question_decoded", "whole_prompt"):
         asked = evaluator(tmp_path, model, ("seed = 5", f"seed = 5\nsetup = '{setup}'"))
         seen: list[dict[str, Any]] = []
-        prefill = asked.llm.prefill
+        prefill = asked.llm.feed
 
         def counting(cache: Any, ids: Any, *args: Any, into: Any = seen, call: Any = prefill, **kwargs: Any) -> Any:
             into.append({"count": len(ids), "phase": kwargs.get("phase", args[1] if len(args) > 1 else "prefill")})
             return call(cache, ids, *args, **kwargs)
 
-        asked.llm.prefill = counting  # type: ignore[method-assign]
+        asked.llm.feed = counting  # type: ignore[method-assign]
         (first, *_) = results(asked)
         assert first["setup"] == setup
         queries[setup] = {each["phase"] for each in seen if each["count"] > 1}  # of contexts and questions

@@ -95,9 +95,9 @@ def test_the_likeliest_continuation_is_greedy(dense: Any) -> None:
 
 def test_continuations_of_one_context_read_it_once(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fed: list[int] = []
-    prefill = dense.llm.prefill
+    prefill = dense.llm.feed
     monkeypatch.setattr(
-        dense.llm, "prefill", lambda cache, ids, *a, **k: fed.append(len(ids)) or prefill(cache, ids, *a, **k)
+        dense.llm, "feed", lambda cache, ids, *a, **k: fed.append(len(ids)) or prefill(cache, ids, *a, **k)
     )
     context = dense.tok_encode(CONTEXT + "!")
     alone = score(dense, context, [70, 71])

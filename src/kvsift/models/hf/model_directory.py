@@ -123,7 +123,7 @@ class ModelDirectory:
             _ = checked.kv_layers
         except Exception as error:
             raise InputError(
-                f"{directory}/config.json describes no decoder of which kvsift knows what its layers cache: "
+                f"{directory}/config.json describes no decoder of which kvsift can say what its layers cache: "
                 f"{one_line(error)}."
             ) from error
         return checked
