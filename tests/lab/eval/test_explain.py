@@ -167,11 +167,11 @@ def test_watching_changes_no_token(tiny: LLM) -> None:
     ids = tiny.read(text_of(600)).check(QUESTION, 5)
     alone = Transcript(tiny.request(ids, tiny.plan, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
     cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
-    tiny.prefill(cache, ids[:-1])
+    tiny.feed(cache, ids[:-1])
     cache.prepare()
     token = ids[-1]
     while not alone.done:
-        token = int(tiny.prefill(cache, [token], phase="decode")[0, -1].argmax())
+        token = int(tiny.feed(cache, [token], phase="decode")[0, -1].argmax())
         alone.take(token, 0.0)
     found = explained(tiny, plan=QUEST, methods=["quest:page_size=16", "keydiff"])
     assert found.answer == alone.text.strip()
