@@ -40,7 +40,7 @@ class Loop(EngineThread):
 
     Args:
         runner: runs the passes.
-        grid: prompt tokens of a pass; a multiple of the page size.
+        grid: prompt tokens of a chunk, of which a lone prompt takes several at once; a multiple of the page size.
         max_seqs: sequences that decode in one step.
         keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
         turn: held during a step.

@@ -31,7 +31,7 @@ class Request:
         streamed: whether pieces of text are returned as they are generated.
         logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
         deadline: time of ``perf_counter`` at which the answer ends as it is, finished or not.
-        exact: it is to be that of dense decoding.
+        exact: the answer is to be that of dense decoding.
         offsets: where the tokens of the prompt stand in its text, if passages are wanted.
         settings: of the model's generation_config.json, which change its logits; None: nothing does.
         client: who asks: clients get equal shares.
