@@ -15,6 +15,7 @@ from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
 from kvsift.engine.graphs import captured_sequences
 from kvsift.engine.graphs.session import Session
+from kvsift.engine.graphs.slots import Slots
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
 PLANS = (
@@ -182,20 +183,37 @@ def test_what_is_left_moves_to_fewer_slots(
     ]
 
 
-def test_the_next_call_uses_pools_and_steps_again_if_it_fits(llama: Path) -> None:
+def test_the_next_call_uses_pools_and_steps_again_if_it_fits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(llama, QUEST, path="eager")
-    first = answers(llm)
-    kept = llm.fast_path._kept
-    assert kept is not None
+    first, made = answers(llm), list[Slots]()
+    init = Slots.__init__
+    monkeypatch.setattr(Slots, "__init__", lambda self, *given: made.append(self) or init(self, *given))
+    moves = llm.loop.pages.kv.moves
     assert tokens(answers(llm, TEXTS[::-1])) == tokens(first)[::-1]
-    assert llm.fast_path._kept is kept
     assert tokens(answers(llm, TEXTS[:2])) == tokens(first)[:2]
-    assert llm.fast_path._kept is kept
+    assert all(each.num_slots == 2 for each in made), "those of all prompts are used again"
+    assert llm.loop.pages.kv.moves == moves
     answers(llm, [text_of(2000), "Once"])
-    assert llm.fast_path._kept is not kept
-    again = llm.fast_path._kept
+    assert llm.loop.pages.kv.moves > moves
     assert tokens(answers(llm, plan=PLANS[2])) == tokens(answers(LLM(llama), plan=PLANS[2]))
-    assert llm.fast_path._kept is not again
+
+
+def test_rows_whose_pages_have_another_size_share_a_pool_and_steps_that_stay(
+    llama: Path, composed: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, made, init = f"{QUEST}:page_size=32", list[Slots](), Slots.__init__
+    monkeypatch.setattr(Slots, "__init__", lambda self, *given: made.append(self) or init(self, *given))
+    llm = LLM(llama, QUEST, path="eager")
+    first = answers(llm, plan=plan)
+    assert {answer.path for answer in first} == {"eager"}
+    assert max(slots.num_slots for slots in made) >= len(TEXTS)
+    assert tokens(first) == tokens(answers(composed, plan=plan))
+    made.clear()
+    assert tokens(answers(llm, plan=plan)) == tokens(first)
+    assert not made
+    llm.release()
+    assert tokens(answers(llm, plan=plan)) == tokens(first)
+    assert made
 
 
 def test_an_interrupted_answer_leaves_nothing_behind(llama: Path, composed: LLM) -> None:

@@ -209,6 +209,38 @@ def test_a_client_opens_sequences_while_more_places_are_free_than_it_has():
     assert seqs == [8, 4, 2, 1, 1, 0]
 
 
+def test_the_rows_of_a_call_decode_once_all_are_prefilled_beside_those_of_others():
+    schedule, steps = Schedule(max_seqs=4, grid=GRID), []
+    for key in (1, 2, 3):
+        assert schedule.add(key, "ann", GRID, 1, call="a list")
+    assert schedule.add(4, "bob", GRID, 1)
+    while schedule.waiting:
+        decision = schedule.decide(room=9)
+        if decision.decode:
+            steps.append(schedule.step_sequences())
+            schedule.has_decoded(1.0)
+        else:
+            schedule.has_prefilled(decision.prefill, GRID, 1.0, done=True)
+    assert set(steps) == {(4,)}
+    assert schedule.decide(room=9) == DECODE
+    assert sorted(schedule.step_sequences()) == [1, 2, 3, 4]
+
+
+def test_the_rows_of_a_call_decode_while_the_others_find_no_room():
+    schedule = Schedule(max_seqs=4, grid=GRID)
+    for key in (1, 2, 3):
+        assert schedule.add(key, "ann", GRID, 1, call="a list")
+    for _ in range(2):
+        schedule.has_prefilled(schedule.decide(room=9).prefill, GRID, 1.0, done=True)
+    assert schedule.decide(room=0) == DECODE
+    assert schedule.step_sequences() == (1, 2)
+    schedule.remove(1)
+    assert schedule.decide(room=9) == Decision(admit=3, prefill=3)
+    schedule.has_prefilled(3, GRID, 1.0, done=True)
+    assert schedule.decide(room=9) == DECODE
+    assert schedule.step_sequences() == (2, 3)
+
+
 def test_clients_take_turns_at_the_places_of_a_step_for_sixteen_steps():
     model = LoopModel(max_seqs=4)
     for _ in range(4):

@@ -169,7 +169,7 @@ class Document(Uncopied):
         runner, prefix = self._runner, PinnedPrefix(self.num_tokens)
         self._prefix = None  # the memory of the old cache is free before the new one grows
         runner.load()
-        runner.release()
+        runner.loop.release()
         output = TextOutput(Request(self._ids, max(more or 0, 1), plan), runner.tokenizer, runner.device)
         seq = sequence_of(runner, output, pins=prefix)
         started, total = perf_counter(), self.num_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import abc
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -15,10 +15,7 @@ import torch
 from kvsift import native
 from kvsift.api.answer import Answer
 from kvsift.api.passages import passages_of
-from kvsift.engine.decode_paths import decode_in_slots, sequence_in_slot
 from kvsift.engine.follow import follow
-from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import Session, sequence_lengths
 from kvsift.engine.loop import Loop
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
@@ -31,9 +28,7 @@ from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
-from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.selection_log import SelectionLog
-from kvsift.models.hf.sparse import SparseCache
 from kvsift.native.shapes import supports
 
 
@@ -42,7 +37,7 @@ class Generation:
 
     Args:
         runner: of the model, whose weights are loaded.
-        loop: of sequences; captured steps of several prompts are taken beside it.
+        loop: of sequences.
         requests: decoded together, under one plan.
         started: time of submission.
         progress: called while prompts are prefilled.
@@ -57,7 +52,6 @@ class Generation:
         self._runner, self._loop, self._requests, self._started = runner, loop, requests, started
         self._plan = requests[0].plan
         self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
-        self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
         self._answers: dict[int, Answer] = {}
         self._errors: dict[int, BaseException] = {}  # of requests that failed
         self._seqs: list[Sequence] = []  # of the loop
@@ -95,44 +89,18 @@ class Generation:
         raise error
 
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
-        runner = self._runner
-        reason = runner.composed_reason(self._plan)
-        # Which sequences of the loop share a step depends on the time that each takes. Prompts of one call start
-        # together instead, so that a GPU answers them as it did before, to the bit.
-        several = len(self._requests) > 1 and not runner.deterministic
-        together = several or runner.reason_apart(self._plan) is not None
-        if reason is None and (together or runner.fast_path.is_required):
+        runner, reason = self._runner, self._runner.composed_reason(self._plan)
+        if reason is None and runner.fast_path.is_required:
             check_captured(self._requests)
-        if reason is None and together:
-            self._loop.release()
-            return self._in_slots()
-        runner.fast_path.release()
-        return self._in_sequences(reason or "")
+        return self._in_sequences(reason)
 
-    def _in_slots(self) -> Generator[tuple[int, str], None, None]:
-        for indices in self._groups():
-            seqs = list[Sequence]()
-            for index, piece in self._loop.iterate(self._captured(indices, seqs)):
-                if piece:
-                    yield indices[index], piece
-                else:
-                    self._report(indices, seqs)
-        self._raise_error()
-
-    def _groups(self) -> Iterable[list[int]]:
-        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all. With
-        ``deterministic`` each has its own."""
-        if self._runner.deterministic:
-            return [[index] for index in range(len(self._requests))]
-        groups: dict[int | None, list[int]] = {}
-        for index, request in enumerate(self._requests):
-            groups.setdefault(self._runner.rotation(request.length), []).append(index)
-        return groups.values()
-
-    def _in_sequences(self, reason: str) -> Generator[tuple[int, str], None, None]:
+    def _in_sequences(self, reason: str | None) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
+        # Prompts of one call are decoded together once all are prefilled, so that a captured step, which takes as long
+        # for one as for several, is seldom of few. The name of the call is not this object: sequences would keep it.
+        call = object() if len(self._requests) > 1 and reason is None else None
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
-        self._seqs = seqs = [sequence_of(runner, output, holds=self._holds) for output in outputs]
+        self._seqs = seqs = [sequence_of(runner, output, holds=self._holds, call=call) for output in outputs]
         for seq in seqs:  # their prompts are held for as long as somebody has this object, or until an earlier end
             weakref.finalize(self, self._loop.close, seq).atexit = False
         for index, piece in follow(self._loop, seqs, outputs):
@@ -142,43 +110,9 @@ class Generation:
                 done = (min(output.num_prefilled, len(seq.request.ids) - 1) for output, seq in zip(outputs, seqs))
                 self._progress(sum(done), self._total)
         for index, (seq, output) in enumerate(zip(seqs, outputs)):
-            answer = partial(answer_of_sequence, runner, seq, output.transcript, self._started, reason)
+            answer = partial(answer_of_sequence, runner, seq, output.transcript, self._started, reason or "")
             self._loop.call(partial(self._settle, index, seq, answer))  # counters may be on the device
         self._raise_error()
-
-    def _captured(self, indices: abc.Sequence[int], seqs: list[Sequence]) -> Generator[tuple[int, str], None, None]:
-        runner, requests = self._runner, [self._requests[index] for index in indices]
-        cache, kept = self._pooled_cache(requests)
-        transcripts = [Transcript(request, runner.tokenizer) for request in requests]
-        seqs += [
-            sequence_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
-            for place, transcript in enumerate(transcripts)
-        ]
-        yield from decode_in_slots(runner, seqs, partial(runner.fast_path.session, runner.model, cache, kept))
-        for index, seq, transcript in zip(indices, seqs, transcripts):
-            self._settle(index, seq, partial(self._answer_beside, cache, seq, transcript))
-
-    def _answer_beside(self, cache: SparseCache, seq: Sequence, transcript: Transcript) -> Answer:
-        return answer_of(self._runner, CacheReport.of(cache, seq.stats), transcript, self._started, captured=seq)
-
-    def _pooled_cache(self, requests: abc.Sequence[Request]) -> tuple[SparseCache, Session | None]:
-        """An empty cache whose sequences are fed one by one, and captured steps over it; both of the last call if they
-        fit, else a new cache and None."""
-        runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
-        length = max(request.length for request in requests)
-        totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
-        lengths = sequence_lengths(totals, page_size)
-        kept = runner.fast_path.take(self._plan, runner.rotation(length), lengths)
-        return (runner.new_cache(self._plan, 0, lengths, length), None) if kept is None else (kept.cache, kept)
-
-    def _report(self, indices: abc.Sequence[int], seqs: abc.Sequence[Sequence]) -> None:
-        """Report the progress over all prompts, of which those of a group are being prefilled."""
-        for index, seq in zip(indices, seqs):
-            self._done[index] = min(seq.num_cached, len(seq.request.ids) - 1)
-        done = sum(self._done.values())
-        if self._progress is not None and done > self._reported:
-            self._reported = done
-            self._progress(done, self._total)
 
 
 class TextStream(Uncopied):

@@ -266,7 +266,7 @@ class LLM(Engine):
                 meaning of their own, such as bos and padding (``GenerateOptions``).
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
             timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
-                does. Several captured prompts are read whole.
+                does.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
                 attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
             passages: keep which characters of the prompt were selected (composed steps).

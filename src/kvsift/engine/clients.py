@@ -48,12 +48,14 @@ class ScheduledRequest:
     Attributes:
         tokens: prompt tokens still to be computed.
         pages: that its admission reserves.
+        call: what it came with; None: it came alone.
         passed: requests of other clients that were admitted while it lacked its pages.
     """
 
     key: int
     tokens: int
     pages: int
+    call: object = None
     passed: int = 0
 
 

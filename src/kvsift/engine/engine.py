@@ -13,6 +13,7 @@ from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.placement import Placement
 from kvsift.plan.tuned_plan import ModelPlans
 
+SEQUENCES, GPU_SEQUENCES = 8, 64  # that decode in one step, and in captured ones
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other sequences wait less
 
 
@@ -37,10 +38,12 @@ class Engine(ModelRunner):
         super().__init__(
             directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans
         )
-        runner = SequenceRunner(self)
-        size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
+        on_gpu = self.device.type == "cuda"
+        most = GPU_SEQUENCES if on_gpu and self.fast_path.enabled and not deterministic else SEQUENCES
+        runner = SequenceRunner(self, most)
+        size = min(self.chunk_size, GPU_GRID) if on_gpu else self.chunk_size
         grid = max(size // runner.page_size, 1) * runner.page_size
-        self.loop = Loop(runner, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        self.loop = Loop(runner, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +57,5 @@ class Engine(ModelRunner):
         self.loop.stop()
 
     def release(self) -> None:
-        """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
-        super().release()
+        """Free the pools and graphs that no answer needs, and that are kept for later ones."""
         self.loop.release()

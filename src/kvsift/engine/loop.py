@@ -33,6 +33,7 @@ from kvsift.plan.plan import Plan
 from kvsift.stores.page_table import PageTable
 
 MOST_OPEN = 4096  # requests that wait or run
+WARM_SEQUENCES = 8  # for which memory is allocated and steps are captured ahead
 
 
 class Loop(EngineThread):
@@ -157,7 +158,7 @@ class Loop(EngineThread):
         seq.no_reuse = apart or ("" if seq.prefix is None else DOCUMENT) or seq.request.plan.not_shared or ""
         seq.root = b"" if seq.no_reuse else self._runner.root(seq)
         self.pages.hold(seq, self.pages.found(seq))
-        if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq)):
+        if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq), seq.call):
             raise InputError(FULL)
 
     def _close(self, seq: Sequence, lets_go: bool) -> None:
@@ -226,14 +227,15 @@ class Loop(EngineThread):
         """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
         steps. Some sequence must have decoded in captured steps.
 
-        ``num_pages`` are by default what the sequences of one step need at most, with the prompts that are kept.
+        ``num_pages`` are by default what ``WARM_SEQUENCES`` sequences need at most, with the prompts that are kept.
         There may be room for fewer.
         """
         return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
 
     def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
-        self.pages.allocate(kinds, self.max_seqs, num_pages)
-        return self._runner.prepare(self.pages.kv, plan, self.max_seqs)
+        num_seqs = min(self.max_seqs, WARM_SEQUENCES)
+        self.pages.allocate(kinds, num_seqs, num_pages)
+        return self._runner.prepare(self.pages.kv, plan, num_seqs)
 
     def check(self) -> None:
         """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
@@ -436,7 +438,7 @@ class Loop(EngineThread):
 
     def _pause(self) -> bool:
         """Decode a token of every sequence that decodes, in the middle of a chunk; returns whether there are any."""
-        if not self._schedule.decoding:
+        if not self._schedule.running:
             return False
         self._decode()
         self.after_step()

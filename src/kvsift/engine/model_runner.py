@@ -242,10 +242,6 @@ class ModelRunner(Uncopied):
         """Why a sequence under a plan has pages of its own; None if they may be in a pool with those of others."""
         return reason(PlanCase(plan, self.place), self.not_pooled)
 
-    def release(self) -> None:
-        """Free pools and graphs that are kept for later calls."""
-        self.fast_path.release()
-
     def composed_plan(self, plan: Plan) -> Plan:
         """The plan with decode dense in contexts below ``dense_below``, where that is a number."""
         rule = rule_of(plan)

@@ -19,6 +19,9 @@ long answers: a client opens a further sequence only if more places are free tha
 decode than a step takes, clients take turns at its places, and each places those of its sequences first that have
 paused longest. A place is taken for ``PLACED_STEPS`` steps. A sequence that has none keeps its pages.
 
+**Calls.** The sequences of one call decode once all of them are prefilled, or as many as find places and pages: before,
+few of them would take steps that cost as much as those of all.
+
 **Pages.** A client that has a sequence is admitted again only if an eighth of all pages is free afterwards. A client
 without a sequence whose pages are not free is passed by ``overtakes`` requests of others; then nobody is admitted
 before it.
@@ -95,6 +98,7 @@ class Schedule:
         self._prefilling: dict[int, Account] = {}
         self._decoding: dict[int, Account] = {}
         self._prefill_turns, self._place_turns = Turns(), Turns()
+        self._held: set[int] = set()  # of the sequences that decode, those that wait for others of their call
         self._placed: set[int] = set()  # of the sequences that decode, if not all
         self._steps_left = 0  # before places are taken anew
 
@@ -114,6 +118,11 @@ class Schedule:
         return tuple(self._decoding)
 
     @property
+    def running(self) -> bool:
+        """Whether a step has sequences."""
+        return len(self._decoding) > len(self._held)
+
+    @property
     def backlog(self) -> int:
         """Prompt tokens still to be computed, of requests that wait or are being prefilled."""
         accounts = self._accounts.values()
@@ -121,7 +130,7 @@ class Schedule:
             request.tokens for each in accounts for request in (*each.waiting.values(), *each.prefilling.values())
         )
 
-    def add(self, key: int, client: str, tokens: int, pages: int) -> bool:
+    def add(self, key: int, client: str, tokens: int, pages: int, call: object = None) -> bool:
         """Put a request in the queue, unless that is full.
 
         Args:
@@ -129,6 +138,7 @@ class Schedule:
             client: who shares fairly with other clients.
             tokens: prompt tokens to compute, at least 1.
             pages: pages that admission reserves. A request that fits no empty pool must not be added: it blocks others.
+            call: what it came with; None: it came alone.
 
         Returns:
             False if the queue is full; the request is then unknown to the scheduler.
@@ -139,7 +149,7 @@ class Schedule:
         if len(self._waiting) >= self._max_waiting:
             return False
         account = self._waiting[key] = self._accounts.setdefault(client, Account(client))
-        account.waiting[key] = ScheduledRequest(key, tokens, pages)
+        account.waiting[key] = ScheduledRequest(key, tokens, pages, call)
         return True
 
     def revise(self, key: int, tokens: int, pages: int) -> None:
@@ -154,11 +164,11 @@ class Schedule:
         Args:
             room: pages that could be reserved now, free ones and those that the prefix cache would give up.
         """
-        if self._decoding and self._must_decode:
-            return Decision(decode=True)
         requests = self._candidates(room)
-        if not requests:
-            return Decision(decode=bool(self._decoding))
+        coming = {request.call for request in requests.values()} - {None}
+        self._held = {key for key, account in self._decoding.items() if account.decoding[key].call in coming}
+        if not requests or (self._must_decode and self.running):
+            return Decision(decode=self.running)
         least = -(-self._grid // self._overtakes)
         costs = {name: min(max(request.tokens, least), self._grid) for name, request in requests.items()}
         client = self._prefill_turns.choose(costs)
@@ -191,21 +201,22 @@ class Schedule:
 
     def step_sequences(self) -> tuple[int, ...]:
         """Place sequences for a decode step; returns their keys in the order of ``decoding``."""
-        if len(self._decoding) <= self._max_seqs:
+        present = [key for key in self._decoding if key not in self._held]
+        if len(present) <= self._max_seqs:
             self._placed.clear()
             self._steps_left = 0
-            return self.decoding
+            return tuple(present)
         if not self._steps_left:
             self._placed.clear()
             self._steps_left = PLACED_STEPS
         self._steps_left -= 1
         while len(self._placed) < self._max_seqs:
-            paused = {self._decoding[key].name: 1 for key in self._decoding if key not in self._placed}
+            paused = {self._decoding[key].name: 1 for key in present if key not in self._placed}
             account = self._accounts[self._place_turns.choose(paused)]
-            key = next(key for key in account.decoding if key not in self._placed)
+            key = next(key for key in account.decoding if key in present and key not in self._placed)
             account.decoding[key] = account.decoding.pop(key)
             self._placed.add(key)
-        return tuple(key for key in self._decoding if key in self._placed)
+        return tuple(key for key in present if key in self._placed)
 
     def has_decoded(self, seconds: float) -> None:
         """Record a decode step."""
@@ -221,6 +232,7 @@ class Schedule:
         keys = next((keys for keys in (self._waiting, self._prefilling) if key in keys), self._decoding)
         account = keys.pop(key)
         self._placed.discard(key)
+        self._held.discard(key)
         if not account.remove(key):
             del self._accounts[account.name]
         if not self._accounts:  # nobody owes anything to anybody

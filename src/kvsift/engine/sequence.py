@@ -38,9 +38,9 @@ class CacheReport:
     index: dict[int, list[dict[str, Any]]]
 
     @classmethod
-    def of(cls, cache: SparseCache, stats: RunStats | None = None) -> CacheReport:
-        """The report of a cache, or of one of its sequences, which has counters of its own."""
-        return cls(cache.run.plan, cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
+    def of(cls, cache: SparseCache) -> CacheReport:
+        """The report of a cache."""
+        return cls(cache.run.plan, cache.stats, cache.num_bytes, cache.describe())
 
 
 class SequenceOutput(Protocol):
@@ -72,9 +72,9 @@ class Sequence:
         prefix: with which its prompt begins, and in whose cache or a copy of it the sequence continues.
         pins: the prefix that its prompt is; the sequence ends when that is cached, and chooses no token.
         decode_from: position from which the tokens of the prompt are attended as if they had been generated.
+        call: what it came with: the sequences of one call decode together, once all are prefilled. None: it came alone.
         on_end: called in the thread of the loop when the sequence has ended.
         state, finish_reason, error: how far it is, and how it ended.
-        place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
         num_cached: tokens that are cached; those of a step that failed are not.
         num_reused: of the prompt, those that were prefilled before.
         no_reuse: why none could be; empty if that was possible.
@@ -95,14 +95,13 @@ class Sequence:
     prefix: PinnedPrefix | None = None
     pins: PinnedPrefix | None = None
     decode_from: int | None = None
+    call: object = None
     on_end: Callable[[], object] = lambda: None
     key: int = 0
     state: State = "waiting"
     finish_reason: FinishReason = ""
     error: BaseException | None = None
     cache: SparseCache | None = None
-    place: int = 0
-    stats: RunStats | None = None
     root: bytes = b""
     nodes: list[Node] = field(default_factory=list)
     token: int = 0  # the next to feed
@@ -121,7 +120,7 @@ class Sequence:
     def counters(self) -> RunStats:
         """Its counters, while it has a cache."""
         assert self.cache is not None
-        return self.cache.stats if self.stats is None else self.stats
+        return self.cache.stats
 
     @property
     def is_ended(self) -> bool:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.sequence_groups import Group, PoolSession, SequenceGroup
-from kvsift.engine.graphs.session import Session
+from kvsift.engine.graphs.session import STEADY_SLOTS, Session
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
+from kvsift.engine.schedule import OPEN_SEQUENCES
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.step import Checked
@@ -42,6 +43,7 @@ class SequenceRunner:
 
     Args:
         runner: of the model.
+        max_rows: that decode in one step.
 
     Attributes:
         page_size: tokens of a page that sequences share.
@@ -50,11 +52,15 @@ class SequenceRunner:
 
     page_size = DEFAULT_PAGE_SIZE
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, max_seqs: int = 8) -> None:
+        self._max_seqs = max_seqs
         self._runner, self.steady = runner, runner.deterministic
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._groups: list[Group[Any]] = []  # of sequences that take captured steps
+        self._pools: dict[
+            int, KVPool
+        ] = {}  # by page size, of sequences whose pages are of another size than the loop's
         self._fused_model: FusedModel | None = None
 
     @property
@@ -71,9 +77,23 @@ class SequenceRunner:
         """An empty cache of one sequence, over the pages of ``table`` if there is one."""
         request = seq.request
         cache = self._runner.new_cache(request.plan, len(request.ids) + _room_behind(seq), length=request.length)
+        if table is None and (kv := self._pool_of(request.plan)) is not None:
+            table = PageTable(1, kv)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         self.begin(seq, cache)
         return cache
+
+    def _pool_of(self, plan: Plan) -> KVPool | None:
+        """The pool that sequences of a plan share beside the loop's, so that they take captured steps together; it
+        stays for later ones."""
+        page_size = plan.page_size or self.page_size
+        apart = page_size == self.page_size or self.steady or self._runner.place.in_host_memory
+        if apart or any(rule.evicts for rule in plan.rules) or self._runner.composed_reason(plan) is not None:
+            return None
+        return self._pools.setdefault(page_size, KVPool())
+
+    def _busy_pools(self) -> dict[int, KVPool]:
+        return {size: pool for size, pool in self._pools.items() if pool.pages.num_used > len(self.runs(pool))}
 
     def begin(self, seq: Sequence, cache: SparseCache) -> None:
         """Set up a cache for the answer of a sequence."""
@@ -105,6 +125,7 @@ class SequenceRunner:
     def fail(self) -> None:
         """Forget all captured steps and pools, after a fault."""
         self._groups.clear()
+        self._pools.clear()
 
     def decode_sequences(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[Tensor | int]:
         """Feed the next token of each sequence of a group: logits [vocabulary] of each, or the token that was
@@ -199,10 +220,6 @@ class SequenceRunner:
         if seq.steps is None and seq.cache is not None:
             seq.cache.undo(seq.num_cached)
 
-    def add(self, group: Group[Any]) -> None:
-        """Take in a group that somebody else has opened."""
-        self._groups.append(group)
-
     def groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
         """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin
         in their order, and have ``composed`` then: one that cannot begin is the first without."""
@@ -221,7 +238,8 @@ class SequenceRunner:
             return
         rotation, kv = seq.cache.rotation, seq.cache.table.kv
         kind = BlockGroup if self._takes_blocks(seq) else SequenceGroup
-        self._groups = [group for group in self._groups if group.serves(kv)]
+        present = [kv, *self._pools.values()]
+        self._groups = [group for group in self._groups if any(map(group.serves, present))]
         fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(seq, rotation)]
         group = fit[0] if fit else self._new_group(kind, kv, rotation)
         try:
@@ -237,7 +255,8 @@ class SequenceRunner:
         source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
         if steady:
             source.expect(self.longest or 1)
-        self._groups.append(kind(source, rotation))
+        most = STEADY_SLOTS if kind is BlockGroup or steady else OPEN_SEQUENCES * self._max_seqs
+        self._groups.append(kind(source, rotation, most))
         return self._groups[-1]
 
     @property
@@ -270,10 +289,7 @@ class SequenceRunner:
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
-        apart = (
-            "" if seq.prefix is not None else seq.no_reuse
-        )  # steps over a pool of one sequence serve that sequence alone
-        return self._runner.composed_reason(seq.request.plan) or (None if seq.in_pool else apart or None)
+        return self._runner.composed_reason(seq.request.plan)
 
     def _open_session(
         self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
@@ -299,10 +315,11 @@ class SequenceRunner:
         launched = seq.steps.leave(seq)
         if seq.prefix is not None and seq.cache is not None:  # which goes on without what was written ahead
             written, stale = (seq.num_cached, None) if launched is None else (launched.written, launched.stale_from)
-            seq.cache.advance(seq.place, written, seq.num_cached, stale)
+            seq.cache.advance(0, written, seq.num_cached, stale)
 
     def release(self, kv: KVPool) -> None:
         """Let go of the tensors of a pool, which is about to grow; sequences go on as after ``recall``."""
+        self._pools = self._busy_pools()
         for group in self._groups:
             group.release(kv)
 
@@ -318,6 +335,7 @@ class SequenceRunner:
     def forget(self) -> None:
         """Drop captured steps that no sequence takes."""
         self._groups = [group for group in self._groups if group.seqs]
+        self._pools = self._busy_pools()
 
     def spare(self, kv: KVPool) -> int:
         """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
@@ -347,6 +365,8 @@ class SequenceRunner:
         free = available_bytes(device)
         if free is None:
             return None
+        idle = [pool for size, pool in self._pools.items() if size not in self._busy_pools()]
+        free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)

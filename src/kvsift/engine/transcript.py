@@ -156,7 +156,7 @@ def undecided(text: str, stops: Sequence[str] = ()) -> int:
 
 
 class TextOutput:
-    """A ``SequenceOutput`` that keeps a transcript, of its own unless one is given.
+    """A ``SequenceOutput`` that keeps a transcript.
 
     Attributes:
         transcript: of the answer.
@@ -165,10 +165,8 @@ class TextOutput:
             for them.
     """
 
-    def __init__(
-        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
-    ) -> None:
-        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
+    def __init__(self, request: Request, tokenizer: Any, device: torch.device) -> None:
+        self.transcript = Transcript(request, tokenizer)
         self.num_prefilled = 0
         self.notify: Callable[[str], None] | None = None
         self._chooser = request.chooser(device)

@@ -81,8 +81,8 @@ class SequenceBlocks:
 class BlockGroup(Group[SequenceBlocks]):
     """Sequences that are dense or exact."""
 
-    def __init__(self, source: PoolSession, rotation: int | None) -> None:
-        super().__init__(source, rotation)
+    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        super().__init__(source, rotation, most)
         self._setup_s = 0.0
         self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
         self._dense_seqs = STEADY_SLOTS if source.keeps_bits else BLOCK_SEQUENCES  # of a part

@@ -1,14 +1,9 @@
-"""The fast path of one model: whether decode steps are captured, the fused prefill, and sessions kept between calls.
-
-Ownership: a ``Session`` owns the graphs over one cache, and belongs to the owner of that cache: a ``Document``, or this
-``FastPath`` between two calls of ``LLM.generate``.
-"""
+"""The fast path of one model: whether decode steps are captured, and the fused prefill."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any, ClassVar
 
@@ -77,11 +72,10 @@ class FastPath:
         self.deterministic = deterministic
         self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
         self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
-        self._making = RLock()  # of what threads share: the step, the trial and the kept session
+        self._making = RLock()  # of what threads share: the step and the trial
         self._step: DecoderStep | None = None
         self._prefill: FusedModel | None = None
         self._model_reason: str | None = None  # why no step of the model is captured; "" if none
-        self._kept: Session | None = None  # of the last call of ``LLM.generate``
         self._crossovers: dict[object, int] = {}
         self._logged: set[str] = set()
 
@@ -132,36 +126,6 @@ class FastPath:
             if self._prefill is None and reason(model, DecoderStep.objections, NO_STEP) is None:
                 self._prefill = FusedModel(self._fused_step(model))
             return self._prefill
-
-    def take(self, plan: Plan, rotation: int | None, lengths: Sequence[int]) -> Session | None:
-        """The session of the last call over its emptied cache, if it fits sequences of these lengths; else None, and
-        its memory is free. It belongs to the caller until the caller closes ``session``."""
-        with self._making:  # no two threads take the same
-            kept = self._kept
-            self.release()
-        fits = kept is not None and kept.cache.run.plan == plan and kept.cache.rotation == rotation
-        if kept is None or not fits or not kept.has_room(lengths):
-            return None
-        kept.cache.clear(lengths)
-        return kept
-
-    def release(self) -> None:
-        """Free the pools and graphs of the last call."""
-        self._kept = None
-
-    @contextmanager
-    def session(self, model: Any, cache: SparseCache, kept: Session | None) -> Iterator[Session]:
-        """Captured steps over the cache of one call, which are kept for the next one."""
-        session = self._session(model, cache, kept)
-        try:
-            yield session
-        finally:
-            self._kept = session
-
-    def _session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
-        if kept is not None and kept.cache is cache and kept.fits:
-            return kept
-        return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
 
     def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Session:
         """Steps over a cache of a length for so many more tokens; of few, no step is captured."""

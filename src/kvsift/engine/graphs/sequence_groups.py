@@ -102,30 +102,17 @@ class PoolSession:
         return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
-class CacheSession(PoolSession):
-    """Slots over a cache that has all its pages, beside a loop."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session.cache.table.kv, lambda *_: session, session.keeps_bits)
-        self._session = session
-
-    def need(self, num_pages: int) -> None:
-        """There is room."""
-
-    def _ready(self, rule: Rule | None) -> None:
-        """It is."""
-
-
 class Group(ABC, Generic[GroupMember]):
     """Sequences of a loop that take captured steps together.
 
     Args:
         source: of their slots.
         rotation: of their keys (``models.hf.pinning``).
+        most: sequences.
     """
 
-    def __init__(self, source: PoolSession, rotation: int | None) -> None:
-        self._source, self.rotation = source, rotation
+    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        self._source, self.rotation, self._most = source, rotation, most
         self._seqs: dict[Sequence, GroupMember] = {}
 
     @property
@@ -151,7 +138,7 @@ class Group(ABC, Generic[GroupMember]):
         assert seq.cache is not None
         rule, rules = rule_of(seq.request.plan), (rule_of(each.request.plan) for each in self._seqs)
         methods = {each.method for each in rules if each is not None}
-        fits = self._source.kv is seq.cache.table.kv and rotation == self.rotation and len(self._seqs) < STEADY_SLOTS
+        fits = self._source.kv is seq.cache.table.kv and rotation == self.rotation and len(self._seqs) < self._most
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
@@ -217,8 +204,8 @@ class JoinedSequence(NamedTuple):
 class SequenceGroup(Group[JoinedSequence]):
     """Sequences whose steps are launched ahead; what they are rounded to depends on how many they are."""
 
-    def __init__(self, source: PoolSession, rotation: int | None) -> None:
-        super().__init__(source, rotation)
+    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        super().__init__(source, rotation, most)
         self._steps = CapturedSequences(source)
         self._prepared: Rule | None = None  # for sequences of its method steps were captured ahead, and are kept
 
@@ -237,8 +224,8 @@ class SequenceGroup(Group[JoinedSequence]):
     def join(self, seq: Sequence) -> None:
         assert seq.cache is not None
         cache, stats, start, most = seq.cache, seq.counters, seq.num_cached, seq.request.max_new_tokens - 1
-        rule, guard = rule_of(seq.request.plan), cache.run.guards.of(seq.place)
-        steps = CapturedSequence(cache, seq.place, stats, start, most, seq.token, rule, seq.request.sampling, guard)
+        rule, guard = rule_of(seq.request.plan), cache.run.guards.of(0)
+        steps = CapturedSequence(cache, 0, stats, start, most, seq.token, rule, seq.request.sampling, guard)
         before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
         steps.sparse_steps = max(before, default=0)
         self._seqs[seq] = JoinedSequence(steps, self._steps.setup_s)

@@ -40,7 +40,7 @@ class Session:
         self.cache, self.steady = cache, steady
         self._step, self._crossover = step, crossover
         self._rules = [rule_of(cache.run.plan)] if rules is None else rules
-        self._made_for = self._fingerprint()
+        self._is_open = True
         self.max_pages = round_up(cache.table.longest if max_pages is None else max_pages)
         self._angles = step.angles(self.max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -54,24 +54,13 @@ class Session:
         """Release graphs and pools; this session is of no use afterwards."""
         self._slots.clear()
         self._blocks.clear()
-        self._made_for = ()
+        self._is_open = False
         self._held.let_go(self)
 
     @property
     def holds(self) -> bool:
         """Whether the pools have not moved; they cannot, unless a cache has taken other ones."""
-        return bool(self._made_for)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the steps are valid for the cache as it is: plan, pools, and sequences that fit."""
-        return self.cache.table.longest <= self.max_pages and self._fingerprint() == self._made_for
-
-    def has_room(self, seqs: Sequence[int]) -> bool:
-        """Return whether sequences of these lengths fit into what is allocated."""
-        table, pages = self.cache.table, [-(-length // self.cache.page_size) for length in seqs]
-        fits = len(seqs) <= table.num_rows and max(pages) <= self.max_pages
-        return fits and sum(pages) <= table.num_reserved + table.pool.num_free
+        return self._is_open
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None] = ()) -> Slots:
         """Return slots for at least so many sequences: one, two, four, eight, ... ``rules`` are theirs, whose budgets
@@ -118,11 +107,6 @@ class Session:
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""
         return self._crossover(self.cache, slots, rule)
-
-    def _fingerprint(self) -> tuple[object, ...]:
-        layers = [attention.store.pools() for attention in self.cache.attentions]
-        pools = [pool for keys, values, summaries in layers for pool in (keys, values, *summaries.values())]
-        return str(self.cache.run.plan.decode), *(pool.data_ptr() for pool in pools)
 
 
 def sequence_lengths(lengths: Sequence[int], page_size: int) -> list[int]:
