@@ -369,7 +369,7 @@ class Loop(EngineThread):
                 logits = self._runner.prefill(seq, seq.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
                 self._count(seq, before, stop)
-            if stop == end - 1:  # the last token alone, whatever was reused before it
+            if stop == end - 1:  # the last token alone, so that its bits do not depend on what was reused before it
                 cache.prepare()
                 logits = self._runner.prefill(seq, seq.request.ids[stop:])
                 seq.num_cached = end
@@ -390,11 +390,14 @@ class Loop(EngineThread):
     def _next_stop(self, seq: Sequence) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
         before, end = seq.num_cached, len(seq.request.ids)
-        others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.prefilling) > 1
+        others = any(each.call is None or each.call is not seq.call for each in self._seqs.values() if each is not seq)
         alone = not others and seq.request.plan.prefill is None
         chunks = max(self._runner.most_prefilled // self.grid, 1) if alone else 1
         if seq.prefix is None:
-            return min(before - before % self.grid + chunks * self.grid, end - (seq.pins is None))
+            # Prompts of one call save the pass of a single token, which costs a small model as much as that of a chunk.
+            is_saved = seq.call is not None and seq.observer is None and not self._runner.is_steady
+            last_apart = seq.pins is None and not is_saved
+            return min(before - before % self.grid + chunks * self.grid, end - last_apart)
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
         return stop - (stop == end - 1)  # the last token is not left over
 

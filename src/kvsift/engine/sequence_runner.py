@@ -64,10 +64,14 @@ class SequenceRunner:
         self._fused_model: FusedModel | None = None
 
     @property
+    def is_steady(self) -> bool:
+        """Whether the bits of a prompt may not depend on its passes."""
+        return self._runner.device.type != "cuda" or self._runner.deterministic
+
+    @property
     def most_prefilled(self) -> int:
-        """A chunk of an ``LLM`` on a GPU. Elsewhere one of the grid: the bits of a prompt depend on its passes."""
-        steady = self._runner.device.type != "cuda" or self._runner.deterministic
-        return 0 if steady else self._runner.chunk_size
+        """A chunk of an ``LLM`` where bits may depend on the passes, 0 (one of the grid) elsewhere."""
+        return 0 if self.is_steady else self._runner.chunk_size
 
     def reason_apart(self, seq: Sequence) -> str | None:
         """Why a sequence has a pool of its own; None if its pages are in that of all sequences."""
