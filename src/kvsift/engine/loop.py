@@ -410,14 +410,16 @@ class Loop(EngineThread):
     def _has_prefilled(self, seq: Sequence, cache: SparseCache, logits: Tensor | None) -> None:
         """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
         if seq.num_cached < len(seq.request.ids):
-            self._notify(seq, None)
+            self._note_prefilled(seq)
             return
         if seq.pins is not None:
             self._pin(seq, seq.pins, cache)
             return
         cache.prepare()
-        seq.num_cached -= 1  # ``_notify`` counts the token that was fed
-        self._notify(seq, logits)
+        self._note_prefilled(seq)
+        if not seq.is_ended:
+            assert logits is not None
+            self._choose(seq, logits)
 
     def _pin(self, seq: Sequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
         """End a sequence that has read a prefix, which keeps its cache."""
@@ -480,7 +482,8 @@ class Loop(EngineThread):
                 step_exactly(self._runner, group, self._chosen)
             else:
                 for seq, logits in zip(group, self._runner.decode_sequences(group)):
-                    self._notify(seq, logits)
+                    seq.num_cached += 1
+                    self._choose(seq, logits)
         except Exception as error:
             if len(group) == 1:
                 self._end(group[0], "error", error)
@@ -494,21 +497,26 @@ class Loop(EngineThread):
                     self._decode_together([seq])
 
     def _chosen(self, seq: Sequence, logits: Logits) -> int | None:
-        """The token that the client chooses; None if the sequence has ended."""
-        self._notify(seq, logits)
+        """The token that the client chooses after one more is cached; None if the sequence has ended."""
+        seq.num_cached += 1
+        self._choose(seq, logits)
         return None if seq.is_ended else seq.token
 
-    def _notify(self, seq: Sequence, logits: Logits | None) -> None:
-        """Tell the client what is cached, and let it choose a token from the logits of the one that was fed, if any."""
+    def _note_prefilled(self, seq: Sequence) -> None:
+        """Tell the client how much of the prompt is cached."""
+        try:
+            seq.output.note_prefilled(seq.num_cached)
+        except Exception as error:
+            self._end(seq, "error", error)
+
+    def _choose(self, seq: Sequence, logits: Logits) -> None:
+        """Let the client choose the next token from the logits of the last one that is cached."""
         assert seq.cache is not None
         try:
-            seq.num_cached += logits is not None
-            seq.output.note_prefilled(seq.num_cached)
-            if logits is not None:
-                seq.state = "decoding"
-                seq.token, reason = seq.output.take(logits, seq.cache.stats.probe_s)
-                if reason:
-                    self._end(seq, reason)
+            seq.state = "decoding"
+            seq.token, reason = seq.output.take(logits, seq.cache.stats.probe_s)
+            if reason:
+                self._end(seq, reason)
         except Exception as error:
             self._end(seq, "error", error)
 
