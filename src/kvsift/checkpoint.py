@@ -1,5 +1,5 @@
-"""The files of a model directory, without loading them: its weights, and fingerprints that are equal for copies of the
-same files, wherever they are.
+"""The files of a model, a directory or a GGUF file, without loading them: its weights, and fingerprints that are equal
+for copies of the same files, wherever they are.
 
 Weights are sampled: in every tensor, SAMPLES pieces at even distances, so that a file of 5 GB is not read. Training,
 merging and quantisation change all numbers of a tensor. A change of a few numbers may go unnoticed.
@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
 from kvsift.errors import InputError, one_line
+from kvsift.gguf_file import GgufFile, is_gguf
 
 SAMPLES, SAMPLE_BYTES = 8, 256
 SAMPLES_OF_OTHERS = 1024  # of a file that is not of safetensors
@@ -34,6 +35,8 @@ def fingerprint(directory: Path) -> str:
     Raises:
         InputError: if there is no whole checkpoint.
     """
+    if directory.is_file():
+        return _of_gguf(GgufFile.open(directory))
     file = directory / "config.json"
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -51,9 +54,9 @@ def fingerprint(directory: Path) -> str:
 
 
 def local_directory(model: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a model that is named by its path, or by its name on huggingface.co; None if neither is
-    on this machine's disk."""
-    if Path(model).is_dir():
+    """Return the directory of a model that is named by its path, or by its name on huggingface.co, or the GGUF file of
+    this path; None if neither is on this machine's disk."""
+    if Path(model).is_dir() or is_gguf(Path(model)):
         return Path(model)
     try:
         file = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -64,6 +67,10 @@ def local_directory(model: str, revision: str | None = None) -> Path | None:
 
 def tokenizer_fingerprint(directory: Path) -> str:
     """Return the fingerprint of the tokenizer with its chat template."""
+    if directory.is_file():
+        settings = GgufFile.open(directory).settings
+        tokenizer = {name: value for name, value in settings.items() if name.startswith("tokenizer.")}
+        return hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()[:32]
     digest = hashlib.sha256()
     for file in (directory / name for name in TOKENIZER_FILES):
         if file.is_file():
@@ -90,6 +97,18 @@ def weight_files(directory: Path) -> list[Path]:
         if file.suffix == ".safetensors":
             _require_whole(file)
     return files
+
+
+def _of_gguf(model: GgufFile) -> str:
+    """Return the fingerprint of a GGUF file, which is the same however it is split."""
+    kept = {name: value for name, value in model.settings.items() if not name.startswith("split.")}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    for name, tensor in sorted(model.tensors.items()):
+        digest.update(f"{name} {tensor.type} {tensor.shape} ".encode())
+        packed = tensor.packed.reshape(-1)
+        for start, num_bytes in _samples(0, packed.size, SAMPLES):
+            digest.update(packed[start : start + num_bytes].tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _shards(index: Path) -> list[Path]:

@@ -1,16 +1,18 @@
-"""Hugging Face model directories: checks of their files, the tokenizer, the weights."""
+"""Hugging Face model directories and GGUF files: checks of their files, the tokenizer, the weights."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -31,13 +33,17 @@ from transformers.utils import logging as transformers_logging
 
 from kvsift.checkpoint import weight_files
 from kvsift.errors import InputError, one_line, unknown
+from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
+from kvsift.models.hf.gguf_model import config_of, weights_of
+from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w. /-]+\.gguf)")  # name of a model: path of a file
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
 NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 
@@ -79,19 +85,21 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A directory with a configuration, weights and a tokenizer.
+    """A directory, or a GGUF file, with a configuration, weights and a tokenizer.
 
     Attributes:
-        path: the directory.
+        path: the directory or file.
         config: its transformers configuration, of the text decoder.
-        num_weight_bytes: size of the weight files.
+        num_weight_bytes: size of the weight files; of a GGUF file, of its weights once they are expanded.
         is_quantised: whether the weights keep the format of the files, whatever the dtype.
+        gguf: the opened file; None: it is a directory.
     """
 
     path: Path
     config: Any
     num_weight_bytes: int
     is_quantised: bool = False
+    gguf: GgufFile | None = None
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
@@ -102,6 +110,8 @@ class ModelDirectory:
             InputError: naming the missing file.
         """
         directory = _directory_of(path)
+        if directory.is_file():
+            return cls._of_gguf(GgufFile.open(directory))
         if not (directory / "config.json").is_file():
             raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
         weights = weight_files(directory)
@@ -119,18 +129,40 @@ class ModelDirectory:
         num_bytes = sum(file.stat().st_size for file in weights)
         is_quantised = getattr(config, "quantization_config", None) is not None
         checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        checked._require_layers()
+        return checked
+
+    @classmethod
+    def _of_gguf(cls, file: GgufFile) -> ModelDirectory:
         try:
-            _ = checked.kv_layers
+            config = config_of(file)
+        except InputError:
+            raise
+        except Exception as error:  # transformers checks what the settings say
+            raise InputError(f"the settings in {file.path} cannot be used: {one_line(error)}.") from error
+        num_numbers = sum(prod(tensor.shape) for tensor in file.tensors.values())
+        checked = cls(file.path, config, num_numbers * config.dtype.itemsize, gguf=file)
+        checked._require_layers()
+        return checked
+
+    def _require_layers(self) -> None:
+        try:
+            _ = self.kv_layers
         except Exception as error:
             raise InputError(
-                f"{directory}/config.json describes no decoder of which kvsift can say what its layers cache: "
+                f"{self._config_file} describes no decoder of which kvsift can say what its layers cache: "
                 f"{one_line(error)}."
             ) from error
-        return checked
+
+    @property
+    def _config_file(self) -> Path:
+        return self.path / "config.json" if self.gguf is None else self.path
 
     @property
     def name(self) -> str:
-        """Name of the directory, or of the model if the directory is in the Hub's cache."""
+        """Name of the directory or GGUF file, or of the model if the directory is in the Hub's cache."""
+        if self.gguf is not None:
+            return PART.sub("", self.path.name).removesuffix(".gguf")
         repository = self.path.parent.parent.name
         if self.path.parent.name == "snapshots" and repository.startswith("models--"):
             return repository.removeprefix("models--").replace("--", "/")
@@ -181,6 +213,8 @@ class ModelDirectory:
             InputError: if it cannot be loaded, or is of a kind that names no control tokens.
         """
         try:
+            if self.gguf is not None:
+                return tokenizer_of(self.gguf.settings)
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path,
                 local_files_only=True,
@@ -206,22 +240,27 @@ class ModelDirectory:
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # its report is checked below
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                self.path,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                # quantised weights cannot be moved or cast once they are loaded
-                device_map={"": device} if self.is_quantised else None,
-            )
+            if self.gguf is not None:
+                made = getattr(transformers, self.config.architectures[0])
+                weights = weights_of(self.gguf, self.config, dtype)
+                model, report = made.from_pretrained(None, config=self.config, state_dict=weights, **options)
+                model.config.name_or_path = str(self.path)
+            else:
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    self.path,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    # quantised weights cannot be moved or cast once they are loaded
+                    device_map={"": device} if self.is_quantised else None,
+                    **options,
+                )
         except Exception as error:
             raise InputError(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
-        _check_report(self.path, report)
+        _check_report(self.path, self._config_file.name, report)
         return model.eval() if self.is_quantised else model.to(device).eval()
 
 
@@ -274,29 +313,44 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def _directory_of(model: str | Path | None) -> Path:
-    """Return the directory of a model's files; a local directory is preferred to a model of the Hub of that name."""
+    """Return the directory of a model's files, or its GGUF file; what is local is preferred to a model of the Hub of
+    that name."""
     if model is None:
         return embedded_model()
     directory = checks.path_of("model", model)
     try:
-        if directory.is_dir():
+        if directory.is_dir() or is_gguf(directory):
             return directory
         exists = directory.exists()
     except OSError:  # a text instead of a name
         exists = True
+    if not exists and (named := HUB_GGUF.fullmatch(str(model))):
+        return _download_gguf(*named.groups())
+    if not exists and directory.suffix == ".gguf":
+        raise InputError(f"there is no file {model!s:.200}.")
     if exists or not HUB_NAME.fullmatch(str(model)):
         raise InputError(
             f"{model!s:.200} is not a directory. Give a Hugging Face model directory (config.json, *.safetensors, "
-            "tokenizer.json), the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to use the "
-            "embedded model."
+            "tokenizer.json), a GGUF file, the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to "
+            "use the embedded model."
         )
     return Path(_download(str(model)))
 
 
-def _download(name: str) -> str:
+def _download_gguf(name: str, file: str) -> Path:
+    """Return a GGUF file of a model of the Hub, with the other parts if it is split."""
+    path = Path(_download(name, [PART.sub(r"-*-of-\2.gguf", file)], ())) / file
+    if not path.is_file():
+        raise InputError(
+            f"{name} on huggingface.co has no file {file}, or it is not in the cache and cannot be fetched."
+        )
+    return path
+
+
+def _download(name: str, wanted: Sequence[str] = HUB_FILES, unwanted: Sequence[str] = NOT_HUB_FILES) -> str:
     """Return the cached snapshot of a model of the Hub, completed if necessary; huggingface_hub prints progress."""
     try:
-        return snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
+        return snapshot_download(name, allow_patterns=[*wanted], ignore_patterns=[*unwanted])
     except GatedRepoError:
         why = f"its licence has to be accepted at https://huggingface.co/{name} first; then log in with hf auth login"
     except RepositoryNotFoundError:
@@ -311,13 +365,13 @@ def _download(name: str) -> str:
     raise InputError(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
 
 
-def _check_report(path: Path, report: dict[str, Any]) -> None:
+def _check_report(path: Path, config_file: str, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
-        raise InputError(f"the weights in {path} lack what config.json calls for: {_some(missing)}.")
+        raise InputError(f"the weights in {path} lack what {config_file} calls for: {_some(missing)}.")
     if mismatched := sorted(report["mismatched_keys"]):
         _, stored, expected = mismatched[0]
         raise InputError(
-            f"the weights in {path} are not of the shape that config.json calls for: "
+            f"the weights in {path} are not of the shape that {config_file} calls for: "
             f"{_some([name for name, _, _ in mismatched])}. The first is {list(stored)} and should be {list(expected)}."
         )
     if unused := sorted(report["unexpected_keys"]):
