@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from engine.test_exact import write_wide
 from engine.tiny_directory import text_of, write_anchors
+from models.gguf_files import write_gguf
 
-from kvsift import LLM, InputError, native, parse_plan
+from kvsift import LLM, InputError, make_cache, native, parse_plan
 from kvsift.checkpoint import fingerprint
-from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, TunedPlan, write
+from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, TunedPlan, default_path, write
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 TEXT = text_of(400)
@@ -35,6 +36,16 @@ def tuned(llama: Path, tmp_path: Path) -> Path:
 def _with_plan(model: Path, plan: str) -> Path:
     write(model / FILE, TunedPlan(parse_plan(plan), "tiny", fingerprint(model), "cpu"))
     return model
+
+
+def test_the_tuned_plan_of_a_gguf_file_is_found_wherever_the_file_is(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    made_for = fingerprint(tmp_path / "tiny.gguf")
+    write(default_path(made_for, "cpu"), TunedPlan(parse_plan(PLAN), "tiny", made_for, "cpu"))
+    moved = (tmp_path / "tiny.gguf").rename(tmp_path / "moved.gguf")
+    llm = LLM(moved, "auto")
+    assert str(llm.plan) == PLAN
+    assert str(make_cache(llm.model, "auto").run.plan) == PLAN  # as a model of transformers
 
 
 def test_every_way_to_name_a_plan_takes_the_tuned_one(

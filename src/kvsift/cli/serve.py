@@ -34,7 +34,8 @@ PASSED_ON = "host", "port", "dtype"  # vLLM has them by the same names
 def serve(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="Hugging Face directory or name; without it, the embedded model.")
+        str | None,
+        typer.Argument(help="Hugging Face directory or name, or a GGUF file; without it, the embedded model."),
     ] = None,
     engine: Annotated[str, typer.Option("--engine", help="kvsift, or vllm with kvsift's plugin.")] = "kvsift",
     plan: o.PlanOption = "sketch:budget=1024",

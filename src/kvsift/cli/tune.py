@@ -27,8 +27,8 @@ def tune(
     *,
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face model directory, or a model's name on huggingface.co; without it, the "
-                       "embedded model.", show_default=False),
+        typer.Argument(help="Hugging Face model directory, a GGUF file, or a model's name on huggingface.co; without "
+                       "it, the embedded model.", show_default=False),
     ] = None,
     text: Annotated[
         list[Path] | None,

@@ -99,6 +99,25 @@ def test_what_is_computed_otherwise_is_refused(settings: dict[str, Any], says: s
         ModelDirectory.check(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("llama.block_count", r"tensor blk\.4000000000\.attn_norm\.weight of the shape \[64\], and has none"),
+        ("llama.embedding_length", r"token_embd\.weight of the shape \[260, 4000000001\], and has \[260, 64\]"),
+        ("llama.feed_forward_length", r"blk\.0\.ffn_up\.weight of the shape \[4000000001, 64\], and has \[96, 64\]"),
+        ("llama.attention.head_count_kv", r"blk\.0\.attn_k\.weight of the shape"),
+    ],
+)
+def test_sizes_that_lie_are_refused_before_memory_is_allocated(name: str, says: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    content = bytearray((tmp_path / "model.gguf").read_bytes())
+    at = content.index(name.encode()) + len(name) + 4  # the type of the value
+    content[at : at + 4] = (4_000_000_001).to_bytes(4, "little")
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        ModelDirectory.check(tmp_path / "model.gguf")
+
+
 def test_settings_that_are_not_used_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_gguf(tmp_path / "model.gguf", settings={"llama.attention.scale": 0.5})
     ModelDirectory.check(tmp_path / "model.gguf")

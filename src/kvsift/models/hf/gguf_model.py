@@ -110,6 +110,7 @@ def config_of(file: GgufFile) -> Any:
         "dtype": _stored_dtype(file),
         **_tokens(file),
     }
+    _require_shapes(file, fields)
     fields |= {"llama": _llama, "gemma2": _gemma, "gemma3": _gemma}.get(own.architecture, _plain)(file, own, fields)
     own.warn_of_unused()
     return transformers.AutoConfig.for_model(model_type, **fields)
@@ -163,6 +164,21 @@ def _unpermuted(tensor: GgufTensor, num_heads: int) -> GgufTensor:
     if len(tensor.shape) > 1:
         return GgufTensor(tensor.type, tensor.shape, tensor.packed[order])
     return GgufTensor(tensor.type, tensor.shape, tensor.packed.reshape(num_rows, -1)[order].reshape(1, -1))  # a bias
+
+
+def _require_shapes(file: GgufFile, fields: dict[str, Any]) -> None:
+    """Refuse sizes that the weights do not have (``InputError``), before memory is allocated by them."""
+    width, heads, kv_heads = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    rows = {"attn_q": heads * fields["head_dim"], "attn_k": kv_heads * fields["head_dim"],
+            "ffn_up": fields["intermediate_size"]}  # fmt: skip
+    expected: dict[str, tuple[int, ...]] = {"token_embd.weight": (fields["vocab_size"], width)}
+    expected |= {f"blk.0.{name}.weight": (num_rows, width) for name, num_rows in rows.items()}
+    expected |= {f"blk.{fields['num_hidden_layers'] - 1}.attn_norm.weight": (width,)}
+    for name, shape in expected.items():
+        stored = file.tensors[name].shape if name in file.tensors else None
+        if stored != shape:
+            what = "none" if stored is None else list(stored)
+            raise InputError(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
 
 
 def _plain(file: GgufFile, own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
