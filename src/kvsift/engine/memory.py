@@ -80,9 +80,10 @@ def require_memory(
     if free is None or need <= free:
         return
     kv = directory.kv_bytes_per_token(dtype) * num_stored + directory.window_bytes(dtype, num_tokens)
+    where = "on disk" if directory.gguf is None else f"in {str(directory.config.dtype).removeprefix('torch.')}"
     raise InputError(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
-        f"on disk, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
+        f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
         + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")

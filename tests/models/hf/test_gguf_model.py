@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedModel
 
 from kvsift import LLM, InputError
+from kvsift.engine.memory import predict_bytes
 from kvsift.gguf_file import GgufFile
 from kvsift.models.hf.gguf_model import config_of
 from kvsift.models.hf.gguf_tokenizer import LLAMA3, QWEN2, TEKKEN, tokenizer_of
@@ -288,3 +289,12 @@ def test_a_file_answers_chats_and_opens_its_saved_documents(tmp_path: Path) -> N
     other = LLM(tmp_path / "other.gguf", "quest:budget=112", dtype="float32", device="cpu")
     with pytest.raises(InputError, match=r"was read by tiny, and this LLM is other\. Open it with the model that"):
         other.open(tmp_path / "document.kvsift")
+
+
+def test_the_memory_that_is_predicted_is_that_of_expanded_weights(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "model.gguf", kind=Kind.Q8_0)
+    directory, num_numbers = ModelDirectory.check(tmp_path / "model.gguf"), sum(p.numel() for p in model.parameters())
+    assert directory.config.dtype == torch.bfloat16
+    assert directory.num_weight_bytes == 2 * num_numbers
+    narrow, wide = (predict_bytes(directory, CPU, dtype, 0, 1) for dtype in (torch.bfloat16, torch.float32))
+    assert wide - narrow >= 2 * num_numbers

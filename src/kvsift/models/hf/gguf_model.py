@@ -15,7 +15,7 @@ from kvsift.errors import InputError, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
 
 log = logging.getLogger("kvsift")
-# model_type and class of each architecture; its settings are in CONFIGS
+# model_type and class of each architecture
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -66,6 +66,7 @@ class _Settings:
         return value
 
     def has(self, name: str) -> bool:
+        """Whether the file has a setting."""
         return f"{self.architecture}.{name}" in self._file.settings
 
     def warn_of_unused(self) -> None:
@@ -111,7 +112,11 @@ def config_of(file: GgufFile) -> Any:
         **_tokens(file),
     }
     _require_shapes(file, fields)
-    fields |= {"llama": _llama, "gemma2": _gemma, "gemma3": _gemma}.get(own.architecture, _plain)(file, own, fields)
+    if own.architecture == "llama":
+        fields["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    elif own.architecture.startswith("gemma"):
+        fields |= _gemma(own, fields)
     own.warn_of_unused()
     return transformers.AutoConfig.for_model(model_type, **fields)
 
@@ -125,10 +130,10 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, Exp
     for full_name, tensor in file.tensors.items():
         name, _, suffix = full_name.rpartition(".")
         layer, _, part = name.removeprefix("blk.").partition(".")
-        if full_name == ROPE_FACTORS:  # part of the configuration
-            continue
+        if full_name == ROPE_FACTORS:
+            continue  # part of the configuration
         target = f"model.layers.{layer}.{names[part]}" if part in names else NAMES.get(name)
-        if config.model_type in ("llama", "mistral") and part in heads:
+        if config.model_type == "llama" and part in heads:
             tensor = _unpermuted(tensor, heads[part])
         is_norm = gemma and full_name.endswith("norm.weight")  # the file has the weight plus 1
         weights[full_name if target is None else f"{target}.{suffix}"] = ExpandedWeight(tensor, dtype, is_norm)
@@ -181,15 +186,7 @@ def _require_shapes(file: GgufFile, fields: dict[str, Any]) -> None:
             raise InputError(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
 
 
-def _plain(file: GgufFile, own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
-    return {}
-
-
-def _llama(file: GgufFile, own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
-
-
-def _gemma(file: GgufFile, own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
+def _gemma(own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
     third = own.architecture == "gemma3"
     num_layers, head_dim = fields["num_hidden_layers"], fields["head_dim"]
     pattern = own.get("attention.sliding_window_pattern", default=6 if third else 2)
