@@ -81,6 +81,14 @@ class PieceStates {
     outputs_.resize(maxima_.size() * std::size_t(stride));
   }
 
+  // As before the first row, for a piece of so many queries.
+  void clear(std::int64_t piece, int num_queries) {
+    const std::size_t at = first_[std::size_t(piece)], count = std::size_t(num_queries);
+    std::fill_n(&maxima_[at], count, kMinusInfinity);
+    std::fill_n(&sums_[at], count, 0.0f);
+    std::fill_n(&outputs_[at * std::size_t(stride_)], count * std::size_t(stride_), 0.0f);
+  }
+
   Softmax state(std::int64_t piece, int query) {
     const std::size_t at = first_[std::size_t(piece)] + std::size_t(query);
     return {&maxima_[at], &sums_[at], &outputs_[at * std::size_t(stride_)]};
@@ -109,30 +117,33 @@ class PieceStates {
   std::vector<float> maxima_, sums_, outputs_;
 };
 
+// Adds piece number p of a call to its states.
+inline void attend_piece(const Attention& call, const Piece& piece, std::int64_t p, PieceStates& states, PageWeights* by_page) {
+  const Rows keys = call.keys.rows(piece.kv_head, piece.slots);
+  const void* values = call.values.rows(piece.kv_head, piece.slots).base;
+  const std::int64_t behind = call.keys.length() - piece.first_token - piece.slots.count;  // keys after the piece
+  for (int q = 0; q < piece.num_queries; q += kMostAttending) {
+    const int first = piece.first_query + q;
+    Softmax state = states.state(p, q);
+    if (by_page != nullptr) by_page->add_to(state, first, piece.first_token);
+    Queries queries = call.queries.heads(first, std::min(kMostAttending, piece.num_queries - q));
+    std::int64_t unseen[kMostAttending];
+    if (call.num_tokens > 1 && behind < call.num_tokens - 1) {
+      for (int i = 0; i < queries.count; ++i)
+        unseen[i] = std::max<std::int64_t>(call.num_tokens - 1 - (first + i) % call.num_tokens - behind, 0);
+      queries.unseen = unseen;
+    }
+    kernels().attend(queries, keys, values, call.scale, call.softcap, call.coarse, state);
+  }
+}
+
 // The result does not depend on the number of threads.
 inline void attend_pieces(const Attention& call, const std::vector<Piece>& pieces) {
-  const Kernels& level = kernels();
   const bool shares = call.out.shares != nullptr;
   PageWeights by_page(shares ? call.num_query_heads : 0, call.keys.length());
   PieceStates states(pieces, call.num_query_heads, call.queries.stride());
   parallel_for(std::int64_t(pieces.size()), call.threads, [&](std::int64_t p, int) {
-    const Piece& piece = pieces[std::size_t(p)];
-    const Rows keys = call.keys.rows(piece.kv_head, piece.slots);
-    const void* values = call.values.rows(piece.kv_head, piece.slots).base;
-    const std::int64_t behind = call.keys.length() - piece.first_token - piece.slots.count;  // keys after the piece
-    for (int q = 0; q < piece.num_queries; q += kMostAttending) {
-      const int first = piece.first_query + q;
-      Softmax state = states.state(p, q);
-      if (shares) by_page.add_to(state, first, piece.first_token);
-      Queries queries = call.queries.heads(first, std::min(kMostAttending, piece.num_queries - q));
-      std::int64_t unseen[kMostAttending];
-      if (call.num_tokens > 1 && behind < call.num_tokens - 1) {
-        for (int i = 0; i < queries.count; ++i)
-          unseen[i] = std::max<std::int64_t>(call.num_tokens - 1 - (first + i) % call.num_tokens - behind, 0);
-        queries.unseen = unseen;
-      }
-      level.attend(queries, keys, values, call.scale, call.softcap, call.coarse, state);
-    }
+    attend_piece(call, pieces[std::size_t(p)], p, states, shares ? &by_page : nullptr);
   });
   for (int h = 0; h < call.num_query_heads; ++h)
     call.out.lse[h] = states.merge(h, call.keys.width, call.out.output + std::size_t(h) * call.keys.width);
@@ -220,8 +231,9 @@ inline std::vector<Slots> slots_of_spans(const std::vector<Span>& spans, const S
   return slots;
 }
 
+constexpr std::int64_t kUnitTokens = 1024;  // of listed units or spans, in a piece
+
 inline void attend_units(const Attention& call, const Units& units, const std::vector<Span>& spans) {
-  constexpr std::int64_t kLength = 1024;
   const int group = call.group();
   const std::vector<std::vector<std::int64_t>> lists = slots_of_units(units, call.keys.table);
   std::vector<std::vector<std::int64_t>> ids;
@@ -229,10 +241,10 @@ inline void attend_units(const Attention& call, const Units& units, const std::v
   const int per_list = units.num_lists == call.num_query_heads ? 1 : group;  // query heads that share a list
   std::vector<Piece> pieces;
   for (int h = 0; h < call.keys.num_kv_heads; ++h) {
-    for (const Slots& span : always) cut(pieces, {h, h * group, group, span}, kLength);
+    for (const Slots& span : always) cut(pieces, {h, h * group, group, span}, kUnitTokens);
     for (int q = h * group; q < (h + 1) * group; q += per_list) {
       const auto& list = lists[units.num_lists == 1 ? 0 : std::size_t(q / per_list)];
-      cut(pieces, {h, q, per_list, {0, std::int64_t(list.size()), list.data()}}, kLength);
+      cut(pieces, {h, q, per_list, {0, std::int64_t(list.size()), list.data()}}, kUnitTokens);
     }
   }
   attend_pieces(call, pieces);

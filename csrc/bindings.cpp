@@ -5,10 +5,12 @@ void bind_attention(nanobind::module_& m);
 void bind_graph(nanobind::module_& m);
 void bind_product(nanobind::module_& m);
 void bind_sketch(nanobind::module_& m);
+void bind_step(nanobind::module_& m);
 
 NB_MODULE(_core, m) {
   bind_attention(m);
   bind_graph(m);
   bind_product(m);
   bind_sketch(m);
+  bind_step(m);
 }

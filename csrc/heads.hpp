@@ -46,6 +46,21 @@ class PackedQueries {
     }
   }
 
+  // Zeros, to be set; is_bf16: to numbers that bf16 holds exactly.
+  PackedQueries(int num_query_heads, int width, bool is_bf16)
+      : stride_(padded(width)), is_bf16_(is_bf16), numbers_(std::size_t(num_query_heads) * stride_), bf16_(numbers_.size()) {}
+
+  // Sets count numbers of a head, from number first on.
+  void set(int head, int first, const float* numbers, int count) {
+    const std::size_t at = std::size_t(head) * stride_ + std::size_t(first);
+    std::memcpy(&numbers_[at], numbers, count * sizeof(float));
+    for (int i = 0; i < count; ++i) {
+      std::uint32_t bits;
+      std::memcpy(&bits, numbers + i, 4);
+      bf16_[at + i] = std::uint16_t(bits >> 16);
+    }
+  }
+
   Queries heads(int first, int count) const {
     const std::size_t at = std::size_t(first) * stride_;
     return {&numbers_[at], is_bf16_ ? &bf16_[at] : nullptr, count};

@@ -54,6 +54,18 @@ class PageOrder {
   Slots slots_;
 };
 
+constexpr std::int64_t kScoredPages = 1024;  // of a KV head, by one task
+
+// The scores of the pages of one KV head from start on, kScoredPages or as many as are left; scores as of ordered_scores.
+inline void score_some(const PackedQueries& features, int group, const HeadRows& rows, const PageOrder& order, int kv_head,
+                       std::int64_t start, float factor, float* scores) {
+  const std::int64_t num_pages = rows.length(), count = std::min(kScoredPages, num_pages - start);
+  float* out = scores + std::int64_t(kv_head) * group * num_pages + start;
+  kernels().dots(features.heads(kv_head * group, group), rows.rows(kv_head, order.slots(start, count)), out, num_pages);
+  for (int q = 0; q < group; ++q)
+    for (std::int64_t i = 0; i < count; ++i) out[q * num_pages + i] *= factor;
+}
+
 // scores [num_query_heads, num_pages], the pages in their order
 inline void ordered_scores(const float* queries, int num_query_heads, const HeadRows& rows, const PageOrder& order,
                            float scale, int threads, float* scores) {
@@ -61,15 +73,9 @@ inline void ordered_scores(const float* queries, int num_query_heads, const Head
   const std::vector<float> features = page_features(queries, num_query_heads, rows.width / 2, scale);
   const PackedQueries packed(features.data(), num_query_heads, rows.width);
   const float factor = scale < 0 ? -scale : scale;
-  constexpr std::int64_t kPages = 1024;
-  const std::int64_t num_pages = rows.length(), parts = (num_pages + kPages - 1) / kPages;
+  const std::int64_t parts = (rows.length() + kScoredPages - 1) / kScoredPages;
   parallel_for(parts * rows.num_kv_heads, threads, [&](std::int64_t task, int) {
-    const int h = int(task / parts);
-    const std::int64_t start = task % parts * kPages, count = std::min(kPages, num_pages - start);
-    float* out = scores + std::int64_t(h) * group * num_pages + start;
-    kernels().dots(packed.heads(h * group, group), rows.rows(h, order.slots(start, count)), out, num_pages);
-    for (int q = 0; q < group; ++q)
-      for (std::int64_t i = 0; i < count; ++i) out[q * num_pages + i] *= factor;
+    score_some(packed, group, rows, order, int(task / parts), task % parts * kScoredPages, factor, scores);
   });
 }
 
@@ -82,7 +88,18 @@ inline void page_scores(const float* queries, int num_query_heads, const HeadRow
   for (int q = 0; q < num_query_heads; ++q) order.restore(scores + q * rows.length(), copy);
 }
 
-// The k best pages of each selection by the largest score of its query heads; chosen [num_selections, k], ascending.
+// The k best pages of a selection by the largest score of the query heads that share it, whose scores are overwritten
+// [sharing, num_pages]; chosen [k], ascending.
+inline void choose_shared(float* scores, int sharing, std::int64_t num_pages, const PageOrder& order, std::int64_t k,
+                          std::int64_t* chosen) {
+  for (int q = 1; q < sharing; ++q)
+    for (std::int64_t i = 0; i < num_pages; ++i) scores[i] = std::max(scores[i], scores[q * num_pages + i]);
+  std::vector<float> copy;
+  order.restore(scores, copy);
+  top_positions(scores, num_pages, k, chosen);
+}
+
+// The k best pages of each selection; chosen [num_selections, k].
 inline void choose_pages(const float* queries, int num_query_heads, const HeadRows& rows, float scale, std::int64_t k,
                          int num_selections, int threads, std::int64_t* chosen) {
   const std::int64_t num_pages = rows.length();
@@ -91,12 +108,7 @@ inline void choose_pages(const float* queries, int num_query_heads, const HeadRo
   ordered_scores(queries, num_query_heads, rows, order, scale, threads, scores.data());
   const int sharing = num_query_heads / num_selections;
   parallel_for(num_selections, threads, [&](std::int64_t s, int) {
-    float* best = scores.data() + s * sharing * num_pages;
-    for (int q = 1; q < sharing; ++q)
-      for (std::int64_t i = 0; i < num_pages; ++i) best[i] = std::max(best[i], best[q * num_pages + i]);
-    std::vector<float> copy;
-    order.restore(best, copy);
-    top_positions(best, num_pages, k, chosen + s * k);
+    choose_shared(scores.data() + s * sharing * num_pages, sharing, num_pages, order, k, chosen + s * k);
   });
 }
 

@@ -7,11 +7,11 @@
 #include <exception>
 #include <mutex>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#else
 #include <thread>
 #include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
 #endif
 
 namespace kvsift {
@@ -49,5 +49,79 @@ void parallel_for(std::int64_t num_tasks, int num_threads, Fn&& fn) {
 #endif
   if (failure) std::rethrow_exception(failure);
 }
+
+// Threads that go through phases together: in each, its tasks are shared among them, and none goes on before all are done.
+// They wait for each other without the system while that takes microseconds.
+class Team {
+ public:
+  // Calls fn(team, leads) once in each thread; one of them leads.
+  template <class Fn>
+  static void run(int num_threads, Fn&& fn) {
+    Team team;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp single
+      team.size_ = omp_get_num_threads();  // which may be fewer
+      fn(team, omp_get_thread_num() == 0);
+    }
+#else
+    team.size_ = num_threads;
+    std::vector<std::thread> others;
+    others.reserve(static_cast<std::size_t>(num_threads - 1));
+    for (int thread = 1; thread < num_threads; ++thread) others.emplace_back([&] { fn(team, false); });
+    fn(team, true);
+    for (auto& other : others) other.join();
+#endif
+    if (team.failure_) std::rethrow_exception(team.failure_);
+  }
+
+  // A phase: all threads call it alike, and fn(task) is called once for each task in [0, num_tasks). After an exception the
+  // tasks that are left, and those of later phases, are not called.
+  template <class Fn>
+  void each(std::int64_t num_tasks, Fn&& fn) {
+    try {
+      for (std::int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks && !failed_.load();) fn(task);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+      failed_.store(true);
+    }
+    wait();
+  }
+
+ private:
+  void wait() {
+    constexpr int kSpins = 4096;
+    const unsigned phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins)
+      if (spins < kSpins)
+        pause();
+      else
+        std::this_thread::yield();
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  int size_ = 1;
+  alignas(64) std::atomic<std::int64_t> next_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::exception_ptr failure_;
+};
 
 }  // namespace kvsift

@@ -50,36 +50,45 @@ std::vector<float> inputs(const Product<T>& call) {
   return x;
 }
 
+// Outputs [first, first + count) of all rows, from their products [num_rows, count] in rows stride numbers apart; gated:
+// from those of the second half, factors, too.
 template <class T>
-void write_outputs(const Product<T>& call, const std::vector<float>& products) {
+void write_outputs(const Product<T>& call, std::int64_t first, std::int64_t count, const float* products, const float* factors,
+                   std::int64_t stride) {
   const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
   const auto biased = [&](float number, std::int64_t i) {
     return rounded<T>(call.bias == nullptr ? number : number + load(call.bias + i));
   };
-  for (int row = 0; row < call.num_rows; ++row) {
-    const float* from = products.data() + row * call.num_out;
-    T* to = call.out + row * width;
-    for (std::int64_t i = 0; i < width; ++i) {
-      float number = biased(from[i], i);
-      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * biased(from[width + i], width + i);
-      if (call.residual != nullptr) number = load(call.residual + row * width + i) + number;
-      store(to + i, number);
+  for (int row = 0; row < call.num_rows; ++row, products += stride, factors += call.gated ? stride : 0) {
+    const std::int64_t at = row * width + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+      float number = biased(products[i], first + i);
+      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * biased(factors[i], width + first + i);
+      if (call.residual != nullptr) number = load(call.residual + at + i) + number;
+      store(call.out + at + i, number);
     }
   }
 }
 
+// Rows of the weight matrix that one task multiplies with.
+template <class T>
+std::int64_t rows_per_task(int num_in) {
+  constexpr std::int64_t kTaskBytes = 1 << 16;
+  return std::max<std::int64_t>(4, kTaskBytes / (num_in * std::int64_t(sizeof(T))) / 4 * 4);
+}
+
 template <class T>
 void multiply(const Product<T>& call, int threads) {
-  constexpr std::int64_t kTaskBytes = 1 << 16;
   const PackedQueries packed(inputs(call).data(), call.num_rows, call.num_in);
   std::vector<float> products(std::size_t(call.num_rows) * call.num_out);
-  const std::int64_t per_task = std::max<std::int64_t>(4, kTaskBytes / (call.num_in * std::int64_t(sizeof(T))) / 4 * 4);
+  const std::int64_t per_task = rows_per_task<T>(call.num_in);
   parallel_for((call.num_out + per_task - 1) / per_task, threads, [&](std::int64_t task, int) {
     const std::int64_t start = task * per_task, count = std::min(per_task, call.num_out - start);
     const Rows rows{call.weight + start * call.num_in, nullptr, count, call.num_in, sizeof(T) == 2};
     kernels().dots(packed.heads(0, call.num_rows), rows, products.data() + start, call.num_out);
   });
-  write_outputs(call, products);
+  const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
+  write_outputs(call, 0, width, products.data(), products.data() + width, call.num_out);
 }
 
 }  // namespace kvsift

@@ -68,13 +68,13 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: 
 
     def tasks(llm: LLM) -> list[Callable[[], list[int]]]:
         documents, chat = [llm.read(text) for text in texts[:2]], llm.chat(texts[2])
-        asks = [lambda each=each: each.ask(QUESTIONS[0], max_new_tokens=40).token_ids for each in documents]
+        asks = [lambda each=each: each.ask(QUESTIONS[0], max_new_tokens=150).token_ids for each in documents]
         return [
             *asks,
-            lambda: chat.ask(QUESTIONS[1], max_new_tokens=40).token_ids,
+            lambda: chat.ask(QUESTIONS[1], max_new_tokens=150).token_ids,
             lambda: [
                 token
-                for answer in llm.generate([text_of(50), text_of(70)], max_new_tokens=40)
+                for answer in llm.generate([text_of(50), text_of(70)], max_new_tokens=150)
                 for token in answer.token_ids
             ],
         ]

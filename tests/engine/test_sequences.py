@@ -23,6 +23,7 @@ from kvsift.engine.sequence import FinishReason, Sequence
 from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.native_step import NativeSequence
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.kv_pool import LayerPool
@@ -308,6 +309,17 @@ def _failing(victim: Sequence, layer: int, length: int, error: BaseException) ->
     return fail
 
 
+def _failing_native(victim: Sequence, length: int, error: BaseException) -> Callable[..., None]:
+    begin = NativeSequence.begin
+
+    def fail(self: NativeSequence, *args: Any) -> None:
+        if victim.cache is not None and self.run is victim.cache.run and self.start + 1 >= length:
+            raise error
+        begin(self, *args)
+
+    return fail
+
+
 @pytest.mark.parametrize("plan", PLANS[:3])
 @pytest.mark.parametrize("tokens", [-40, 3])
 def test_who_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +328,9 @@ def test_who_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch:
     llm = new_llm(llama)
     seqs = [new_sequence(llm, text, plan) for text in texts]
     length = len(seqs[1].request.ids) + tokens  # in the prompt, or in the answer
-    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(seqs[1], 1, length, ValueError("a broken method")))
+    broken = ValueError("a broken method")
+    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(seqs[1], 1, length, broken))
+    monkeypatch.setattr(NativeSequence, "begin", _failing_native(seqs[1], length, broken))
     run(llm, *seqs)
     assert (seqs[1].finish_reason, str(seqs[1].error)) == ("error", "a broken method")
     assert len(seqs[1].output.tokens) == max(tokens, 0)

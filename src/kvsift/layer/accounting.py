@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.plan.guard import Widening
 from kvsift.stores.base import Segment, Store, seen_densely
-from kvsift.types import Chunk, LayerShape, Part, Selection
+from kvsift.types import Candidates, Chunk, LayerShape, Part, Selection
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
 
@@ -151,6 +152,52 @@ class Tally:
             "recall": self.recall / self.probes if self.probes else None,
             "recovery": self.recovery / self.probes if self.probes else None,
         }
+
+
+class TokenView(NamedTuple):
+    """What a generated token sees in the sparse layers of a step, beside ``num_units`` units that each head selects.
+
+    Attributes:
+        layers: those that are sparse, by their place among the tallies.
+        numbers_read: of summaries, to select in a layer.
+        lists: selections per KV head.
+    """
+
+    sinks_stop: int
+    window_start: int
+    candidates: Candidates
+    num_units: int
+    num_selections: int
+    layers: tuple[int, ...]
+    numbers_read: int
+    lists: int
+
+
+def count_token(
+    tallies: Sequence[Tally], stop: int, token_bytes: int, number_bytes: int, view: TokenView | None, select_s: float
+) -> None:  # fmt: skip
+    """As ``Tally.add_dense`` or ``add_sparse`` of the token before ``stop`` in each layer of a step, without a call for
+    each; ``select_s`` is that of all layers together."""
+    for tally in tallies:
+        tally.queries += 1
+        tally.context_tokens += stop
+        tally.kv_bytes_dense += stop * token_bytes
+    sparse = () if view is None else view.layers
+    for index, tally in enumerate(tallies):
+        if index not in sparse:
+            tally.visible_tokens = tally.visible_tokens + stop
+            tally.kv_bytes_read += stop * token_bytes
+    if view is None:
+        return
+    always, selected = view.sinks_stop + stop - view.window_start, view.num_units * view.candidates.unit_size
+    num_bytes = (always + selected * view.lists) * token_bytes
+    for index in view.layers:
+        tally = tallies[index]
+        tally.sparse_queries += 1
+        tally.visible_tokens = tally.visible_tokens + (always + selected)
+        tally.kv_bytes_read += num_bytes
+        tally.index_bytes_read += view.numbers_read * number_bytes
+        tally.select_s += select_s / len(view.layers)
 
 
 Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase

@@ -94,6 +94,11 @@ class LayerCache:
         return reader.keys(), reader.values()
 
     @property
+    def watches(self) -> bool:
+        """Whether some method of the plan observes or follows generated tokens."""
+        return self._states.watches
+
+    @property
     def like(self) -> Tensor:
         """An empty tensor with the device and dtype of the keys."""
         return self._like

@@ -69,6 +69,11 @@ class MethodStates:
             if phase in phases:
                 rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
 
+    @property
+    def watches(self) -> bool:
+        """Whether some method observes or follows generated tokens."""
+        return bool(self._observing or self._following)
+
     def observes(self, phases: Collection[Phase]) -> bool:
         """Whether some method of these phases observes tokens."""
         return any(phase in phases for phase, _ in self._observing)

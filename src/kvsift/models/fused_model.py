@@ -17,7 +17,10 @@ from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.native_step import NativeStep
+from kvsift.native.loader import AVAILABLE
 from kvsift.native.product import MAX_ROWS, takes_product
+from kvsift.plan.capabilities import reason
 from kvsift.threads import yield_to_others
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
@@ -34,6 +37,9 @@ class FusedModel:
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
+        self.native: NativeStep | None = None  # composed steps, where it is None or takes a sequence not
+        if AVAILABLE and reason(step, NativeStep.of_weights) is None:
+            self.native = NativeStep(step, self._angles_at)
 
     @cached_property
     def joins(self) -> bool:
@@ -92,6 +98,10 @@ class FusedModel:
         if not tokens.is_cuda:
             yield_to_others(len(tokens))
         step, num_new = self._step, len(tokens) // len(caches)
+        if phase == "decode" and num_new == 1 and self.native is not None:
+            logits = self.native(tokens, caches)
+            if logits is not None:
+                return logits if all_logits else logits.unsqueeze(1)
         decode_tokens = num_new if phase == "decode" else 0
         cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
         x = nn.functional.embedding(tokens, step.embedding)  # [sequences * num_new, hidden]

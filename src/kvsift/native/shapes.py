@@ -14,6 +14,7 @@ from kvsift.native.loader import AVAILABLE, core
 
 LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
+NOT_FINITE = "queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them."
 
 
 class PooledRows(NamedTuple):
@@ -105,7 +106,7 @@ def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
 def check_finite(queries: Tensor) -> None:
     """Raise InputError if a query holds NaN or infinity, which rank nothing."""
     if not math.isfinite(float(queries.sum())) and not bool(queries.isfinite().all()):
-        raise InputError("queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them.")
+        raise InputError(NOT_FINITE)
 
 
 def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:

@@ -1,0 +1,72 @@
+// A whole decode step for Python. Addresses are integers; the Python callers check the shapes.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include "step.hpp"
+
+namespace nb = nanobind;
+using namespace kvsift;
+using Address = std::uintptr_t;
+
+namespace {
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class T>
+double step(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
+  return DecodeStep<T>(decoder, sequences, at<T>(logits)).run(threads);
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__", [](Matrix* self, Address weight, Address bias, std::int64_t num_out, int num_in) {
+        new (self) Matrix{at<void>(weight), at<void>(bias), num_out, num_in};
+      });
+  nb::class_<Decoder>(m, "Decoder")
+      .def("__init__", [](Decoder* self, bool bf16, int num_query_heads, int num_kv_heads, int head_dim, float scale,
+                          Address embedding, Address norm, float norm_eps, const Matrix& head) {
+        new (self) Decoder{bf16, num_query_heads, num_kv_heads, head_dim, scale, at<void>(embedding), at<void>(norm), norm_eps, head, {}};
+      })
+      .def("add_layer", [](Decoder& self, const Matrix& qkv, const Matrix& output, const Matrix& gate_up, const Matrix& down,
+                           Address attention_norm, float attention_eps, Address mlp_norm, float mlp_eps, Address query_norm,
+                           Address key_norm, float head_eps) {
+        self.layers.push_back({qkv, output, gate_up, down, at<void>(attention_norm), at<void>(mlp_norm), at<void>(query_norm),
+                               at<void>(key_norm), attention_eps, mlp_eps, head_eps});
+      });
+  nb::class_<DecodeSequence>(m, "DecodeSequence")
+      .def("__init__", [](DecodeSequence* self, int page_size) { new (self) DecodeSequence{}; self->page_size = page_size; })
+      .def("clear", [](DecodeSequence& self) { self.layers.clear(); })
+      .def("add_layer", [](DecodeSequence& self, Address keys, Address values, std::int64_t stride, Address extremes,
+                           std::int64_t extremes_stride) {
+        self.layers.push_back({at<void>(keys), at<void>(values), stride, at<void>(extremes), extremes_stride, true});
+      })
+      .def("begin", [](DecodeSequence& self, std::int64_t token, std::int64_t position, Address cos, Address sin, Address runs,
+                       std::int64_t num_runs, std::int64_t num_pool_pages) {
+        self.token = token, self.position = position, self.cos = at<void>(cos), self.sin = at<void>(sin);
+        self.runs = at<const Run>(runs), self.num_runs = num_runs, self.num_pool_pages = num_pool_pages;
+        self.selects = false;
+        for (LayerPages& layer : self.layers) layer.dense = true;
+      })
+      .def("select", [](DecodeSequence& self, const std::vector<int>& layers, std::int64_t sinks_stop, std::int64_t window_start,
+                        std::int64_t first_candidate, std::int64_t num_candidates, std::int64_t num_pages, int num_selections) {
+        self.rule = {sinks_stop, window_start, first_candidate, num_candidates, num_pages, num_selections};
+        self.selects = !layers.empty();
+        for (int layer : layers) self.layers.at(std::size_t(layer)).dense = false;
+      });
+  // Seconds that selections took; -1 if queries that rank pages are not finite.
+  m.def(
+      "step",
+      [](const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
+        try {
+          return (decoder.bf16 ? step<std::uint16_t> : step<float>)(decoder, sequences, threads, logits);
+        } catch (const NotFinite&) {
+          return -1.0;
+        }
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,202 @@
+"""Decode steps in one call of the compiled core: the bits, the cache and the counters of composed steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models.tiny import tiny
+
+from kvsift import native
+from kvsift.errors import InputError
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
+from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
+from kvsift.models.native_step import NativeStep
+from kvsift.plan.capabilities import reason
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+QUEST = "quest:budget=48:window=8:page_size=8"
+PLANS = ["dense", QUEST, f"{QUEST}:dense_layers=none", f"{QUEST}:heads=query:dense_layers=1:sinks=0"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def filled(model: Any, plan: str, length: int, probe_every: int = 0, seed: int = 3) -> SparseCache:
+    """A cache behind a prompt of so many random tokens."""
+    cache = make_cache(model, plan, probe_every=probe_every)
+    ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+    with torch.inference_mode(), feeding(cache, "prefill"):
+        FusedModel(DecoderStep(model)).prefill(ids, cache, "prefill")
+    return cache
+
+
+def both(model: Any) -> tuple[FusedModel, FusedModel]:
+    """Native and composed steps of a model."""
+    taken, composed = FusedModel(DecoderStep(model)), FusedModel(DecoderStep(model))
+    assert taken.native is not None
+    composed.native = None
+    return taken, composed
+
+
+def generated(fused: FusedModel, caches: list[SparseCache], count: int) -> list[torch.Tensor]:
+    """Logits of the steps of sequences, each of which goes on with its likeliest tokens."""
+    tokens, found = torch.arange(5, 5 + len(caches)), []
+    with torch.inference_mode():
+        for cache in caches:
+            cache.run.feeding = "decode"
+        for _ in range(count):
+            found.append(fused.decode(tokens, caches))
+            tokens = found[-1][:, 0].argmax(-1)
+    return found
+
+
+def counters(cache: SparseCache) -> dict[str, Any]:
+    every = {key: dict(vars(tally)) for key, tally in cache.stats.tallies.items()}
+    for tally in every.values():
+        del tally["select_s"]
+        tally["visible_tokens"], tally["kv_bytes_read"] = float(tally["visible_tokens"]), int(tally["kv_bytes_read"])
+    return every
+
+
+def assert_alike(one: SparseCache, other: SparseCache) -> None:
+    assert one.get_seq_length() == other.get_seq_length()
+    assert counters(one) == counters(other)
+    for own, expected in zip(one.attentions, other.attentions, strict=True):
+        assert own.store.lengths == expected.store.lengths
+        for tensor, same in zip(own.stored(0), expected.stored(0), strict=True):
+            assert torch.equal(bits(tensor), bits(same))
+        summaries = own.summaries(0)
+        assert summaries.keys() == expected.summaries(0).keys()
+        for kind, rows in summaries.items():
+            assert torch.equal(bits(rows), bits(expected.summaries(0)[kind]))
+
+
+def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
+    assert fused.native is not None
+    return fused.native._sequence(cache) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_steps_have_the_bits_of_composed_ones(family: str, plan: str, dtype: torch.dtype) -> None:
+    model = tiny(family, num_hidden_layers=3).to(dtype)
+    taken, composed = both(model)
+    one, other = (filled(model, plan, 90) for _ in range(2))
+    found, expected = generated(taken, [one], 20), generated(composed, [other], 20)
+    assert is_taken(taken, one)
+    for logits, same in zip(found, expected, strict=True):
+        assert torch.equal(bits(logits), bits(same))
+    assert_alike(one, other)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    head_dim=st.sampled_from([8, 16, 24, 64]), kv_heads=st.integers(1, 3), group=st.integers(1, 5),
+    hidden=st.sampled_from([8, 40, 64]), inter=st.sampled_from([8, 56, 96]), length=st.integers(1, 700),
+    level=st.sampled_from(native.levels() if native.available() else [""]), plan=st.sampled_from(PLANS),
+    tied=st.booleans(), threads=st.integers(1, 3), bf16=st.booleans(),
+)  # fmt: skip
+def test_shapes(
+    head_dim: int, kv_heads: int, group: int, hidden: int, inter: int, length: int, level: str, plan: str, tied: bool,
+    threads: int, bf16: bool,
+) -> None:  # fmt: skip
+    before, number = native.level(), torch.get_num_threads()
+    model = tiny(
+        "Qwen3", hidden_size=hidden, intermediate_size=inter, num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads, head_dim=head_dim, tie_word_embeddings=tied,
+    ).to(torch.bfloat16 if bf16 else torch.float32)  # fmt: skip
+    taken, composed = both(model)
+    try:
+        native.use_level(level)
+        torch.set_num_threads(threads)
+        one, other = (filled(model, plan, length) for _ in range(2))
+        found, expected = generated(taken, [one], 4), generated(composed, [other], 4)
+        assert is_taken(taken, one)
+    finally:
+        native.use_level(before)
+        torch.set_num_threads(number)
+    for logits, same in zip(found, expected, strict=True):
+        assert torch.equal(bits(logits), bits(same))
+    assert_alike(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
+    model = tiny("Qwen2", num_hidden_layers=3).to(dtype)
+    taken, _ = both(model)
+    lengths = [600, 70, 15, 130]
+    alone = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
+    together = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
+    found = generated(taken, together, 6)
+    for number, cache in enumerate(alone):
+        with torch.inference_mode():
+            token = torch.tensor([5 + number])
+            for logits in found:
+                own = taken.decode(token, [cache])
+                assert torch.equal(bits(own[0]), bits(logits[number]))
+                token = own[:, 0].argmax(-1)
+        assert_alike(together[number], cache)
+
+
+def test_steps_that_are_probed_are_composed_and_counted_as_before() -> None:
+    model = tiny()
+    taken, composed = both(model)
+    one, other = (filled(model, f"{QUEST}:dense_layers=none", 90, probe_every=4) for _ in range(2))
+    generated(taken, [one], 10), generated(composed, [other], 10)
+    assert_alike(one, other)
+    assert one.stats.tallies[0, "decode"].probes == 3
+
+
+def test_a_sequence_goes_on_after_its_last_tokens_are_undone_and_its_plan_is_changed() -> None:
+    model = tiny().to(torch.bfloat16)
+    taken, composed = both(model)
+    one, other = (filled(model, "dense", 90) for _ in range(2))
+    for fused, cache in ((taken, one), (composed, other)):
+        generated(fused, [cache], 9)
+        cache.undo(93)
+        cache.replan(f"{QUEST}:dense_layers=none")
+    found, expected = generated(taken, [one], 9), generated(composed, [other], 9)
+    assert is_taken(taken, one)
+    assert torch.equal(bits(torch.stack(found)), bits(torch.stack(expected)))
+    assert_alike(one, other)
+
+
+def test_queries_that_are_not_finite_are_refused() -> None:
+    model = tiny()
+    taken, _ = both(model)
+    cache = filled(model, f"{QUEST}:dense_layers=none", 90)
+    assert is_taken(taken, cache)
+    taken._step.layers[0].before_attention[0].fill_(torch.nan)
+    with pytest.raises(InputError, match="NaN or infinity"):
+        generated(taken, [cache], 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("sketch:budget=64:window=8", "reads summaries of kind|does not rank pages"),
+        ("quest:budget=64:window=8:score_by=mean_std", "kind"),
+        ("quest:mass=0.9", "different lengths"),
+        ("quest:budget=64:layer_budgets=pyramid:window=8", "of their own"),
+        ("quest:budget=64:window=0", "window=0"),
+        ("streaming_llm:budget=64", "does not rank pages"),
+        ("h2o:budget=64:window=8", "observes|not in pages|drops"),
+    ],
+)
+def test_what_the_step_does_not_take_is_composed_and_why_is_said(plan: str, why: str) -> None:
+    model = tiny(num_hidden_layers=3)
+    taken, composed = both(model)
+    one, other = (filled(model, plan, 90) for _ in range(2))
+    said = reason(one, NativeStep.of_caches)
+    assert said is not None
+    assert any(word in said for word in why.split("|")), said
+    found, expected = generated(taken, [one], 3), generated(composed, [other], 3)
+    assert torch.equal(bits(torch.stack(found)), bits(torch.stack(expected)))
