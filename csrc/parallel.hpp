@@ -76,6 +76,8 @@ class Team {
     if (team.failure_) std::rethrow_exception(team.failure_);
   }
 
+  int size() const { return size_; }
+
   // A phase: all threads call it alike, and fn(task) is called once for each task in [0, num_tasks). After an exception the
   // tasks that are left, and those of later phases, are not called.
   template <class Fn>

@@ -201,6 +201,8 @@ class DecodeStep {
   }
 
  private:
+  static constexpr int kTasksPerThread = 2;  // of a product
+
   static const T* numbers(const void* data) { return static_cast<const T*>(data); }
   std::int64_t qkv_width() const { return std::int64_t(decoder_.num_query_heads + 2 * decoder_.num_kv_heads) * decoder_.head_dim; }
   int largest_gate() const { return decoder_.layers.empty() ? 0 : decoder_.layers[0].down.num_in; }
@@ -221,7 +223,9 @@ class DecodeStep {
 
   // Multiplies the packed rows with a matrix; the outputs are packed too where a product follows at once.
   void multiply(Team& team, const Product<T>& call, const PackedQueries& packed, PackedQueries* following = nullptr) {
-    const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out, per_task = rows_per_task<T>(call.num_in);
+    // Rows are read fastest forwards, and a thread that falls behind leaves tasks to the others.
+    const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out, even = width / (kTasksPerThread * team.size());
+    const std::int64_t per_task = std::max(rows_per_task<T>(call.num_in), (even + 3) / 4 * 4);
     team.each((width + per_task - 1) / per_task, [&](std::int64_t task) {
       const std::int64_t start = task * per_task, count = std::min(per_task, width - start);
       std::vector<float> products(std::size_t(call.gated ? 2 : 1) * std::size_t(rows_ * count));

@@ -26,7 +26,7 @@ from kvsift.native.product import takes_product
 from kvsift.native.shapes import LARGEST_HEAD_DIM, NOT_FINITE, ROW_DTYPES
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
-from kvsift.plan.plan import Rule
+from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import HostStore, PagedStore, note_token
 from kvsift.types import Objections
 
@@ -84,6 +84,7 @@ class NativeStep:
     def __init__(self, step: DecoderStep, angles: Angles) -> None:
         self._dtype, self._angles, self._step = step.embedding.dtype, angles, step
         self._sequences: WeakKeyDictionary[SparseCache, NativeSequence] = WeakKeyDictionary()
+        self._refused: WeakKeyDictionary[SparseCache, Plan] = WeakKeyDictionary()  # under which it is not taken
         heads, head_dim = (step.num_query_heads, step.num_kv_heads), _head_dim(step)
         self._decoder = core.Decoder(
             self._dtype == torch.bfloat16, *heads, head_dim, head_dim**-0.5, step.embedding.data_ptr(),
@@ -130,7 +131,11 @@ class NativeStep:
         """The sequence of a cache, if the step takes its next token."""
         sequence = self._sequences.get(cache)
         if sequence is None or not sequence.is_current:
+            if self._refused.get(cache) is cache.run.plan:
+                return None
             if reason(cache, self.of_caches):
+                if cache.attentions:  # else it may be taken once it has tokens
+                    self._refused[cache] = cache.run.plan
                 return None
             sequence = self._sequences[cache] = NativeSequence(cache, self._dtype)
         return sequence if sequence.takes_next() else None
