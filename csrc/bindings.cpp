@@ -8,6 +8,7 @@ void bind_sketch(nanobind::module_& m);
 void bind_step(nanobind::module_& m);
 
 NB_MODULE(_core, m) {
+  nanobind::set_leak_warnings(false);  // models that live until the interpreter ends have decoders
   bind_attention(m);
   bind_graph(m);
   bind_product(m);
