@@ -22,11 +22,13 @@ from kvsift.engine.schedule import OPEN_SEQUENCES
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.step import Checked
+from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
 from kvsift.models.hf.cache import SparseCache
+from kvsift.native.shapes import NOT_FINITE
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
@@ -207,6 +209,9 @@ class SequenceRunner:
             for ahead in range(count):
                 logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := seq.output.foresee(logits, ahead))
+        except InputError as error:
+            if str(error) != NOT_FINITE:
+                raise  # else the verification finds what is wrong with the token, and says which one it is
         finally:
             cache.run.exact = "dense"
             cache.undo(seq.num_cached)
