@@ -23,6 +23,7 @@ from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.server.run import listen
 
+SLOW = "sketch:budget=128"  # whose steps are composed
 ENDLESS = {"prompt": "Stop", "max_tokens": 4000}  # four seconds and more
 
 
@@ -127,7 +128,18 @@ def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """A server with keys, a short queue and little time to end, on IPv6."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "keys").write_text("first\n\nsecond\n")
-    options = "--api-key-file", str(folder / "keys"), "--max-waiting", "1", "--drain", "2", "--host", "::1"
+    options = (
+        "--api-key-file",
+        str(folder / "keys"),
+        "--max-waiting",
+        "1",
+        "--drain",
+        "2",
+        "--host",
+        "::1",
+        "--plan",
+        SLOW,
+    )
     served = Served(folder, str(model), *OPTIONS, *options, KVSIFT_API_KEY="third")
     yield served
     served.stop()
@@ -175,7 +187,7 @@ def test_a_full_queue_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
             guarded.process.send_signal(signal.SIGTERM)
             until(lambda: other.get("/health").json() == {"status": "draining"})
             chunks = [first, *stream]
-        assert texts(chunks) == [alone.generate("Hello", max_new_tokens=100).text]
+        assert texts(chunks) == [alone.generate("Hello", plan=SLOW, max_new_tokens=100).text]
     assert guarded.process.wait(12) == 0
     assert not Path(f"/proc/{engine}").exists()
     assert b'"code":"server_draining"' in rest(connections[8])[-300:]
