@@ -97,6 +97,27 @@ def test_native_steps_have_the_bits_of_composed_ones(family: str, plan: str, dty
     assert_alike(one, other)
 
 
+def test_a_token_without_an_embedding_is_an_error_as_in_composed_steps() -> None:
+    model = tiny("Llama")
+    taken, composed = both(model)
+    for fused in (taken, composed):
+        cache = filled(model, QUEST, 30)
+        cache.run.feeding = "decode"
+        with torch.inference_mode(), pytest.raises(IndexError):
+            fused.decode(torch.tensor([model.config.vocab_size]), [cache])
+
+
+def test_weights_stay_while_their_model_is_cast() -> None:
+    model = tiny("Llama")
+    taken, composed = both(model)
+    one, other = (filled(model, QUEST, 90) for _ in range(2))
+    expected = generated(composed, [other], 10)
+    model.double()
+    torch.randn(1 << 20)  # takes what was given back
+    for logits, same in zip(generated(taken, [one], 10), expected, strict=True):
+        assert torch.equal(bits(logits), bits(same))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     head_dim=st.sampled_from([8, 16, 24, 64]), kv_heads=st.integers(1, 3), group=st.integers(1, 5),

@@ -141,10 +141,10 @@ class LastQueries:
     queries: Tensor | None = None
 
     def fork(self) -> LastQueries:
-        raise NotImplementedError("a text is decoded once, in one row")
+        raise NotImplementedError("a text is decoded once, as one sequence")
 
     def crop(self, length: int) -> None:
-        raise NotImplementedError("a text is decoded once, in one row")
+        raise NotImplementedError("a text is decoded once, as one sequence")
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,10 @@ class LayerMoments:
         return {kind: moments.directions(kind != "queries") for kind, moments in counted.items()}
 
     def fork(self) -> LayerMoments:
-        raise NotImplementedError("a text is prefilled once, in one row")
+        raise NotImplementedError("a text is prefilled once, as one sequence")
 
     def crop(self, length: int) -> None:
-        raise NotImplementedError("a text is prefilled once, in one row")
+        raise NotImplementedError("a text is prefilled once, as one sequence")
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class NativeStep:
         Raises:
             InputError: if queries that are to rank pages are not finite.
         """
-        sequences = [self._sequence(cache) for cache in caches]
-        if not all(sequences):
-            return None
+        ids, sequences = tokens.tolist(), [self._sequence(cache) for cache in caches]
+        if not all(sequences) or not all(0 <= token < len(self._step.embedding) for token in ids):
+            return None  # a head may have more tokens than the embedding
         ready: list[NativeSequence] = [sequence for sequence in sequences if sequence is not None]
         logits = torch.empty(len(caches), self._step.head.weight.shape[0], dtype=self._dtype)  # type: ignore[union-attr]
         for sequence in ready:
@@ -115,7 +115,7 @@ class NativeStep:
         for pool in pools:
             pool.lock.acquire()
         try:
-            for sequence, token in zip(ready, tokens.tolist()):
+            for sequence, token in zip(ready, ids):
                 sequence.begin(token, *self._angles(sequence.start))
             select_s = core.step(self._decoder, [each.core for each in ready], num_threads(None), logits.data_ptr())
         finally:
