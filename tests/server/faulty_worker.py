@@ -20,6 +20,7 @@ from kvsift.engine.sampling import Chooser
 from kvsift.engine.sequence import CacheReport
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.decoder import ExactDecoder
+from kvsift.engine.speculative.pace import Amount, Measured, Pace
 from kvsift.engine.transcript import TokenLogprobs, Transcript
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.server import frames, worker
@@ -192,6 +193,8 @@ def install() -> None:
     fail("the cache is opened", SequenceRunner, "open", of_sequence)
     fail("how far the prompt is read", Reply, "note_prefilled", of_reply)
     fail("a selection is recorded", SelectionLog, "after_segment", of_marked, nth=2)
+    Pace.choose = lambda self, repeat, repeated, most: Amount(0.0, min(3, most))  # type: ignore[method-assign]
+    Measured.decide = lambda *_: None  # type: ignore[method-assign]  # drafts, whether they pay or not
     fail("a draft is chosen", Reply, "foresee", of_reply)
     fail("a draft is learned from", ExactDecoder, "learn", of_marked, nth=2)
     fail("the sampler", Chooser, "__call__", of_chooser, nth=2)
