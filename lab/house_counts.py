@@ -223,7 +223,7 @@ def print_steps(model: str | None, as_json: bool, with_chains: bool) -> None:
     """Print the traces of one decode step under each plan."""
     import kvsift
 
-    llm = kvsift.LLM(model, device="cpu", probe_every=0)
+    llm = kvsift.LLM(model, device="cpu", probe_every=0, dense_below=0)
     traces = {plan: trace_steps(llm, plan) for plan in PLANS}
     rows = {plan: trace.row(llm.directory.config.num_hidden_layers) for plan, trace in traces.items()}
     if as_json:

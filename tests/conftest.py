@@ -6,6 +6,7 @@ The default Hypothesis profile repeats exactly; ``first_failure`` does not shrin
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,6 +36,17 @@ torch.set_num_threads(1)  # tensors here are tiny, and tests share the machine
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """For contracts of what differs in one thing from a method that meets all examples."""
     monkeypatch.setenv("KVSIFT_EXAMPLES", str(0.4 * float(os.environ.get("KVSIFT_EXAMPLES", "1"))))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def measured_crossover() -> Iterator[Callable[..., int]]:
+    """Sparse plans are sparse in short contexts too, as with ``dense_below=0``; the method that would measure."""
+    from kvsift.engine.graphs.crossover import HostCrossover
+
+    with pytest.MonkeyPatch.context() as patch:
+        measured = HostCrossover.of
+        patch.setattr(HostCrossover, "of", lambda *_: 0)
+        yield measured
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

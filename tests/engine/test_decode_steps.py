@@ -300,7 +300,7 @@ def test_a_document_keeps_its_steps_from_question_to_question(llama: Path) -> No
 def test_short_contexts_are_dense_where_the_user_says_so(path: str, llama: Path) -> None:
     answer = LLM(llama, QUEST, path=path, dense_below=len(TEXTS[0]) + 11).generate(TEXTS[0], max_new_tokens=30)
     assert answer.decode("sparse_queries") == 2 * 20  # layers 1 and 2, from the eleventh step on
-    assert answer.dense_below == (len(TEXTS[0]) + 11 if path == "eager" else 0)
+    assert answer.dense_below == len(TEXTS[0]) + 11
 
 
 @pytest.mark.parametrize("path", ["eager", "auto"])

@@ -77,7 +77,7 @@ def explain(
         from kvsift_lab.eval.explain import explain_tokens
 
         progress.clear()  # a download draws bars of its own
-        llm = LLM(model, spec, path="composed", probe_every=probe_every, **engine.keywords())
+        llm = LLM(model, spec, path="composed", probe_every=probe_every, dense_below=0, **engine.keywords())
         text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
         explanations = explain_tokens(
             llm, text, question or FACTS[2][2], methods=names, budget=budget, tokens=tokens,

@@ -46,7 +46,7 @@ class KVSiftLM(TemplateLM):
         super().__init__()
         chosen = str(plan).replace(";", ",")
         probe_every = 16 if is_auto(chosen) or parse_plan(chosen).is_guarded else 0
-        self.llm = LLM(pretrained, chosen, device=device or "auto", dtype=dtype, probe_every=probe_every)
+        self.llm = LLM(pretrained, chosen, device=device or "auto", dtype=dtype, probe_every=probe_every, dense_below=0)
         self.tokenizer = self.llm.tokenizer
         self._document: tuple[tuple[int, ...], Document] | None = None
 
@@ -145,7 +145,7 @@ class KVSiftLM(TemplateLM):
         """Return a cache that holds a context; the last context is kept."""
         plan = self.llm.plan
         if not ids:
-            return self.llm.new_cache(self.llm.composed_plan(plan), more)
+            return self.llm.new_cache(plan, more)
         if self._document is None or self._document[0] != ids:
             self._document = None  # frees its memory before the next one takes any
             self._document = ids, Document(self.llm, list(ids), lambda text: list(ids), plan)

@@ -89,7 +89,8 @@ def run(
     """
     from kvsift.api.llm import LLM
 
-    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, placement=recipe.placement)
+    how = {"device": recipe.device, "dtype": recipe.dtype, "placement": recipe.placement}
+    llm = LLM(recipe.model, "dense", dense_below=0, **how)  # type: ignore[arg-type]
     contexts = Contexts(recipe, llm.tokenizer)
     costs = {job: contexts.cost(job) for job in contexts.jobs()}
     results = ResultsDirectory(out, recipe, text)

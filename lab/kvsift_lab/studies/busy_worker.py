@@ -26,7 +26,8 @@ def main(context: int) -> None:
         def _end_ids(self) -> frozenset[int]:
             return frozenset()
 
-    llm, endless = LLM(probe_every=0), Endless(probe_every=0)
+    how: dict[str, Any] = {"probe_every": 0, "dense_below": 0}
+    llm, endless = LLM(**how), Endless(**how)
     ids = llm.tokenizer(SENTENCE * (context // 8), verbose=False)["input_ids"][:context]
     text = llm.tokenizer.decode(ids, skip_special_tokens=True)
     document = endless.read(text)

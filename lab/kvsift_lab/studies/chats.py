@@ -214,7 +214,7 @@ class ChatsBench(Study):
     def __init__(self, recipe: ChatsRecipe) -> None:
         super().__init__(recipe)
         self._folder, self._on_gpu = TemporaryDirectory(), recipe.load != "cpu"
-        how: dict[str, Any] = {"keep_tokens": 2 * recipe.documents * recipe.tokens, "probe_every": 0}
+        how: dict[str, Any] = {"keep_tokens": 2 * recipe.documents * recipe.tokens, "probe_every": 0, "dense_below": 0}
         self._llm = (
             gpu_llm(f"chats --load {recipe.load}", Path(self._folder.name), **how)
             if self._on_gpu

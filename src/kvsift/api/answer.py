@@ -27,7 +27,7 @@ class Answer:
         kv_bytes: size of keys, values and summaries at the end, of all prompts that shared a cache or a pool of pages.
         peak_memory_bytes: peak memory so far.
         path: the decode path: "captured", or "composed: " and the reason.
-        dense_below: captured steps were dense in contexts shorter than this.
+        dense_below: steps were dense in contexts shorter than this.
         host: attention on the host: the compiled core with its instruction set and threads, or torch and the reason;
             empty if the host attended nothing.
         index: layer -> index of the plan's method, for every sequence; empty for methods without an index.

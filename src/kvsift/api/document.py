@@ -145,7 +145,7 @@ class Document(Uncopied):
         The document is prefilled again only if the plan prefills differently, if the last answer has evicted a part of
         it (evict=true), or if RoPE rotates a sequence of this length differently.
         """
-        plan = self._executed(plan)
+        plan = self._executed(plan, more or 0)
         prefix = self._prefilled(plan, more)
         return self._runner.loop.call(partial(self._runner.loop.rewound, prefix, plan))
 
@@ -184,9 +184,11 @@ class Document(Uncopied):
         self._prefix = prefix  # only now: an interrupted prefill leaves no cache
         return prefix
 
-    def _executed(self, plan: Plan) -> Plan:
-        """The plan as it runs on this machine."""
-        return plan if self._runner.composed_reason(plan) is None else self._runner.composed_plan(plan)
+    def _executed(self, plan: Plan, more: int, is_observed: bool = False) -> Plan:
+        """The plan as it runs on this machine with ``more`` tokens after the document."""
+        if self._runner.composed_reason(plan) is None:
+            return plan
+        return self._runner.composed_plan(plan, self.num_tokens + more, is_observed)
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
@@ -207,9 +209,10 @@ class Document(Uncopied):
                 "the last answer has dropped tokens of the document for good (evict=true). Save it before the first "
                 "question, or after one under a plan without evict=true."
             )
-        prefix = self._prefilled(self._executed(self._plan), None)
+        plan = self._executed(self._plan, 0, is_observed=True)
+        prefix = self._prefilled(plan, None)
         try:
-            with runner.loop.leased(prefix, self._executed(self._plan)) as cache, runner.fast_path.turn, inference():
+            with runner.loop.leased(prefix, plan) as cache, runner.fast_path.turn, inference():
                 save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
         except PrefixSpoiled:  # by an answer to another thread, or by a fault of the engine
             raise InputError(
@@ -222,7 +225,8 @@ class Document(Uncopied):
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
-        started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
+        started, prefix = perf_counter(), PinnedPrefix(self.num_tokens)
+        plan = self._executed(self._plan, 0, is_observed=True)
         seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
         runner.loop.restore(seq, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
@@ -314,10 +318,10 @@ class Document(Uncopied):
         on_text: Callable[[str], None] | None, question_phase: Phase, ignores_ends: bool,
     ) -> Answer:  # fmt: skip
         runner, before = self._runner, self._prefix
-        reason = runner.composed_reason(plan)
-        prefix = self._prefilled(self._executed(plan), len(ids) - self.num_tokens + options.max_new_tokens - 1)
-        build_s, started = 0.0 if prefix is before else prefix.build_s, perf_counter()
-        plan, streamed = self._executed(plan), on_text is not None
+        reason, more = runner.composed_reason(plan), len(ids) - self.num_tokens + options.max_new_tokens
+        plan = self._executed(plan, more, options.exact or options.passages)
+        prefix = self._prefilled(plan, more - 1)
+        build_s, started, streamed = 0.0 if prefix is before else prefix.build_s, perf_counter(), on_text is not None
         request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends)
         if reason is None:
             check_captured([request])

@@ -28,8 +28,10 @@ from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import rule_of
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.native.shapes import supports
+from kvsift.plan.plan import Plan
 
 
 class Generation:
@@ -215,7 +217,7 @@ def answer_of(
         path=runner.fast_path.name if captured is not None else f"composed: {path}",
         host="" if captured is not None else _host(runner),
         index=of_cache.index,
-        dense_below=0 if captured is None else captured.dense_below,
+        dense_below=_dense_below(of_cache.plan) if captured is None else captured.dense_below,
         setup_s=0.0 if captured is None else captured.setup_s,
         build_s=build_s,
         finish_reason=transcript.finish_reason,
@@ -225,6 +227,11 @@ def answer_of(
         exact=None if exact is None else exact.report.as_dict(),
         passages=passages,
     )
+
+
+def _dense_below(plan: Plan) -> int:
+    rule = rule_of(plan)
+    return 0 if rule is None else rule.budget.min_context
 
 
 def _host(runner: ModelRunner) -> str:

@@ -58,7 +58,8 @@ class LLM(Engine):
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,
-            on a GPU whose decode steps are captured.
+            on a GPU in captured steps, on a CPU with the fused forward pass. Answers with passages or ``exact`` select
+            in all contexts.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
         keep_tokens: of prompts that were answered, those that stay cached for prompts that share a prefix; weights must
@@ -336,12 +337,13 @@ class LLM(Engine):
         plan = self.plan_of(options.plan, self.plan, options.exact)
         checks.function("progress", progress)
         self.check_prompts(prompts, options.max_new_tokens, plan)
-        before = perf_counter()
+        before = perf_counter()  # the first call may capture or time trial steps, which no answer's time includes
         self.load()
-        reason = self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
-        started += perf_counter() - before
+        reason = self.composed_reason(plan)
         check_exact(self, plan, options.exact)
-        runs_as = plan if reason is None else self.composed_plan(plan)
+        longest = max(map(len, prompts)) + options.max_new_tokens
+        runs_as = plan if reason is None else self.composed_plan(plan, longest, options.exact or options.passages)
+        started += perf_counter() - before
         requests = [
             self.request(ids, runs_as, choice, streamed, where, started)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))

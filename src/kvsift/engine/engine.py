@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import torch
 
+from kvsift.engine.graphs.crossover import HostCrossover
 from kvsift.engine.loop import Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.sequence_runner import SequenceRunner
+from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.tuned_plan import ModelPlans
 
 SEQUENCES, GPU_SEQUENCES = 8, 64  # that decode in one step, and in captured ones
@@ -44,6 +50,7 @@ class Engine(ModelRunner):
         size = min(self.chunk_size, GPU_GRID) if on_gpu else self.chunk_size
         grid = max(size // runner.page_size, 1) * runner.page_size
         self.loop = Loop(runner, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        self._crossover = HostCrossover(self._begun_cache)
 
     def __enter__(self) -> Self:
         return self
@@ -55,6 +62,41 @@ class Engine(ModelRunner):
         """End all answers and the thread that computes them, and free the memory of the cache. Nothing can be asked
         afterwards."""
         self.loop.stop()
+
+    def composed_plan(self, plan: Plan, length: int, is_observed: bool = False) -> Plan:
+        """The plan of a composed request with decode dense in contexts below ``dense_below``.
+
+        On a CPU, where that is "auto", steps are timed between two steps of the engine: once per plan, and again for
+        requests that are longer than those before as long as dense steps are faster.
+
+        Args:
+            plan: that was asked for.
+            length: tokens of the request in all.
+            is_observed: what is selected is of use to the request, whatever it costs.
+        """
+        rule, below = rule_of(plan), self.dense_below
+        if rule is None:
+            return plan
+        if not isinstance(below, int):
+            below = 0 if is_observed else self.loop.call(partial(self._crossover_of, plan, rule, length))
+        if rule.budget.min_context >= below:
+            return plan
+        dense_below = replace(rule, budget=replace(rule.budget, min_context=below))
+        return Plan(dense_below if plan.evicts_prompt else plan.prefill, dense_below)
+
+    def _crossover_of(self, plan: Plan, rule: Rule, length: int) -> int:
+        """Where the decode steps of a plan become faster than dense ones on a CPU; 0 elsewhere."""
+        fused = None if self.device.type != "cpu" or self.deterministic else self.fast_path.fused(self.model)
+        if fused is None or reason_against(plan) is not None:
+            return 0
+        rule = replace(rule, budget=replace(rule.budget, min_context=0))
+        return self._crossover.of(rule, length, fused)
+
+    def _begun_cache(self, plan: Plan, length: int) -> SparseCache:
+        """A cache for so many tokens, of which it has one."""
+        cache = make_cache(self.model, plan, probe_every=0, reserve=length, placement=self.place)
+        self.feed(cache, [0])
+        return cache
 
     def release(self) -> None:
         """Free the pools and graphs that no answer needs, and that are kept for later ones."""

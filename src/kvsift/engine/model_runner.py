@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from threading import Lock
@@ -22,7 +21,6 @@ from kvsift.engine.speculative.pace import Paces
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
-from kvsift.layer.paged_decode import rule_of
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.hf.generation_config import FILE, GenerationSettings
@@ -241,14 +239,6 @@ class ModelRunner(Uncopied):
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a sequence under a plan has pages of its own; None if they may be in a pool with those of others."""
         return reason(PlanCase(plan, self.place), self.not_pooled)
-
-    def composed_plan(self, plan: Plan) -> Plan:
-        """The plan with decode dense in contexts below ``dense_below``, where that is a number."""
-        rule = rule_of(plan)
-        if rule is None or not isinstance(self.dense_below, int) or rule.budget.min_context >= self.dense_below:
-            return plan
-        dense_below = replace(rule, budget=replace(rule.budget, min_context=self.dense_below))
-        return Plan(dense_below if plan.evicts_prompt else plan.prefill, dense_below)
 
     def rotation(self, length: int) -> int | None:
         """How RoPE rotates a sequence that will have ``length`` cached tokens (``models.hf.pinning``); None

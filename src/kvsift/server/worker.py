@@ -221,7 +221,7 @@ class Worker:
         if options.exact and request.min_recovery is None:
             plan = llm.plans.verified(plan)
         check_exact(llm, plan, options.exact)
-        runs_as, seqs, sampling = llm.composed_plan(plan), list[OpenSequence](), Sampling(**request.sampling)
+        seqs, sampling = list[OpenSequence](), Sampling(**request.sampling)
         offsets = None
         if options.passages:
             offsets = self._form.message_offsets(request.messages, self._document(request)[0])
@@ -235,6 +235,7 @@ class Worker:
             ids = prompts[prompt]
             most = self._max_new_tokens(ids, request.max_tokens)
             llm.check_prompts([ids], most, plan)
+            runs_as = llm.composed_plan(plan, len(ids) + most, options.exact or options.passages)
             of_sequence = llm.request(
                 ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
                 streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,

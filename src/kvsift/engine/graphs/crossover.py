@@ -1,9 +1,13 @@
-"""The context length below which dense attention is faster, measured on the pools that will be decoded."""
+"""The context length below which dense decoding is faster: attention on the pools that will be decoded on a GPU, whole
+steps over random keys and values on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
+from time import perf_counter
 
 import torch
 
@@ -11,12 +15,16 @@ from kvsift.engine.graphs.feeds import Assignment
 from kvsift.engine.graphs.slots import Slots, on_device, warm_up
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import StepMode
-from kvsift.plan.plan import Rule
+from kvsift.models.fused_model import FusedModel
+from kvsift.models.hf.sparse import SparseCache
+from kvsift.plan.plan import Plan, Rule
 
+log = logging.getLogger("kvsift")
 NEVER = 1 << 31  # sparse attention does not catch up
 SHORT, LONG = 16 << 10, 64 << 10  # tokens; where a cache is large enough
 ROUNDS = 5
 MODES: tuple[StepMode, StepMode] = ("dense", "sparse")
+LEAST, MOST_S = 1024, 0.5  # on a CPU: tokens of the shortest context that is timed, and seconds for a length
 
 
 def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
@@ -104,3 +112,72 @@ def _seconds(graph: torch.cuda.CUDAGraph) -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)
     return min(times)
+
+
+class HostCrossover:
+    """Crossings of a model's decode steps on a CPU, for each rule once. Threads may share it.
+
+    Contexts shorter than twice the budget are dense, and nothing is measured for them. For longer ones steps are timed
+    at a length and at twice the length, and again at longer ones while dense steps are faster and some request has so
+    many tokens: what was decided about shorter contexts stays.
+
+    Args:
+        new_cache: plan, tokens -> a cache with room for them and one of them in it.
+    """
+
+    def __init__(self, new_cache: Callable[[Plan, int], SparseCache]) -> None:
+        self._new_cache = new_cache
+        self._lock = Lock()
+        self._known: dict[str, tuple[int | None, int]] = {}  # the crossing, if it was found, and tokens decided about
+
+    def of(self, rule: Rule, length: int, model: FusedModel) -> int:
+        """The length below which a context is to be decoded densely, for a request of ``length`` tokens in all."""
+        with self._lock:
+            least = max(LEAST, 2 * rule.budget.limit(2 * LEAST))
+            found, decided = self._known.get(str(rule), (None, least))
+            while found is None and decided < length:
+                short, decided = decided, 2 * decided
+                meeting = crossover_length(self._times(rule, (short, decided), model))
+                found = None if meeting > decided else max(meeting, short)
+                self._known[str(rule)] = found, decided
+                if found is not None:
+                    log.info("sparse decode steps are faster from %d tokens on under %s", found, rule)
+            return decided + 1 if found is None else found
+
+    def _times(self, rule: Rule, lengths: tuple[int, int], model: FusedModel) -> dict[int, tuple[float, float]]:
+        """Seconds of a dense and of a sparse step at each length: the fastest of some, which take turns."""
+        token, times = torch.zeros(1, dtype=torch.int64), {}
+        caches = [self._new_cache(plan, lengths[1]) for plan in (Plan(), Plan(None, rule))]
+        for length in lengths:
+            for cache in caches:
+                extend_randomly(cache, length)
+            dense, sparse = _seconds_in_turns([partial(model.decode, token, [cache]) for cache in caches])
+            times[length] = dense, sparse
+        return times
+
+
+def _seconds_in_turns(steps: Sequence[Callable[[], object]]) -> list[float]:
+    for step in steps:
+        step()  # it allocates
+    started, rounds = perf_counter(), list[list[float]]()
+    while len(rounds) < 2 or (len(rounds) < ROUNDS and perf_counter() - started < MOST_S):
+        rounds.append([])
+        for step in steps:
+            before = perf_counter()
+            step()
+            rounds[-1].append(perf_counter() - before)
+    return [min(of_step) for of_step in zip(*rounds)]
+
+
+def extend_randomly(cache: SparseCache, length: int) -> None:
+    """Store random keys and values behind the tokens of a cache of one sequence, the same ones in all layers."""
+    numbers = torch.Generator().manual_seed(length)
+    made: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
+    for layer, attention in zip(cache.layers, cache.attentions):
+        cached = attention.stored(0)  # keys, values
+        sizes = tuple(each.shape for each in cached)
+        if sizes not in made:
+            missing = [(heads, length - tokens, width) for heads, tokens, width in sizes]
+            made[sizes] = [torch.randn(size, generator=numbers).to(cached[0].dtype) for size in missing]
+        attention.store.append(0, *made[sizes])
+        layer.columns = length
