@@ -19,6 +19,7 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "exact-acceptance": "kvsift_lab.studies.recipes:AcceptanceRecipe",
     "exact-captured": "kvsift_lab.studies.recipes:CapturedRecipe",
     "generation-recall": "kvsift_lab.studies.recipes:GenerationRecallRecipe",
+    "llama-cpp": "kvsift_lab.studies.recipes:LlamaCppRecipe",
     "long-answers": "kvsift_lab.studies.recipes:LongAnswersRecipe",
     "summary-recall": "kvsift_lab.studies.recipes:SummaryRecallRecipe",
     "vllm-decode": "kvsift_lab.studies.recipes:VllmDecodeRecipe",

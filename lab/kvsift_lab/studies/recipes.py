@@ -138,6 +138,22 @@ class BusyRecipe(r.BenchRecipe):
 
 
 @dataclass(frozen=True)
+class LlamaCppRecipe(r.BenchRecipe):
+    """Decoding and prefill of a GGUF file on this processor, beside llama.cpp."""
+
+    measured_by = "kvsift_lab.studies.llama_cpp:LlamaCppBench"
+
+    model: str = r.option("model.gguf", "The file.")
+    binary: str = r.option("llama-bench", "llama.cpp's llama-bench, built for this processor.", stored=False)
+    contexts: tuple[int, ...] = r.option("512,4K,7500", "Tokens.", parse=r.token_counts)
+    plans: tuple[str, ...] = r.option("dense,sketch:budget=1024,quest:budget=1024", "Of kvsift.", parse=r.names)
+    rounds: int = r.option(3, "The first tries all settings of llama.cpp.", minimum=1)
+    tokens: int = r.option(24, "Tokens per sample.", minimum=2)
+    repeats: int = r.option(2, "Samples of llama.cpp per round.", minimum=1)
+    threads: int | None = r.threads()
+
+
+@dataclass(frozen=True)
 class GenerationRecallRecipe(r.BenchRecipe):
     """Recall of an index built from a prompt, against exact search, while the model generates."""
 

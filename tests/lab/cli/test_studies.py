@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvsift_lab import stored
 from kvsift_lab.studies.long_answers import parts_at, repeated
 from kvsift_lab.studies.recall import summary_table
 from kvsift_lab.studies.recipes import ChatsRecipe
+from models.gguf_files import write_gguf
 
 RECIPE = """
 tasks = ["passkey"]
@@ -86,6 +88,35 @@ def test_a_study_ends_with_its_table(run: Run, tmp_path: Path, arguments: tuple[
     assert stored.load(tmp_path / "result")["kind"] == arguments[0]
 
 
+LLAMA_BENCH = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if given["-ctk"] == "q8_0" and {fails}:
+    sys.exit("no such type")
+tokens = int(given["-n"]) or int(given["-p"])
+ns = tokens * (2_000_000 if given["-ctk"] == "q8_0" else 1_000_000)
+facts = dict(build_commit="abc", build_number=1, model_type="tiny", model_size=1, cpu_info="a CPU")
+print(json.dumps([facts | dict(samples_ns=[ns] * int(given["-r"]))]))
+"""
+
+
+def test_a_file_is_measured_beside_llama_cpp(run: Run, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    binary = tmp_path / "llama-bench"
+    arguments = "--model", "tiny.gguf", "--binary", str(binary), "--contexts", "80,150", "--tokens", 4, "--rounds", 2
+    binary.write_text(LLAMA_BENCH.format(python=sys.executable, fails=False))
+    binary.chmod(0o755)
+    outcome = run("bench", "llama-cpp", *arguments, "--plans", "dense,quest:budget=112", "--out", "result")
+    assert outcome.code == 0, outcome.err
+    assert "| context | llama.cpp | `dense` | `quest:budget=112` | prefill, llama.cpp | prefill, kvsift |" in outcome.out
+    assert "| 80 | 1.0 |" in outcome.out  # ms of its fastest settings
+    points = stored.load(tmp_path / "result")["points"]
+    assert [len(point["llama_cpp"]) for point in points] == [3, 3, 1, 1]  # all settings in the first round
+    assert points[2]["llama_cpp"].keys() <= points[0]["llama_cpp"].keys() - {"flash attention on, q8_0"}
+    binary.write_text(LLAMA_BENCH.format(python=sys.executable, fails=True))
+    assert "failed: ['no such type']" in run("bench", "llama-cpp", *arguments).err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -100,6 +131,7 @@ def test_a_study_ends_with_its_table(run: Run, tmp_path: Path, arguments: tuple[
         (("busy", "--settings", "spinn"), "did you mean 'spin'?"),
         (("summary-recall", "--recipe", "no.toml"), "the recipe no.toml cannot be read"),
         (("vllm-decode",), "this bench measures vLLM, which is not installed"),
+        (("llama-cpp", "--binary", "no-such"), "no-such is not a file. Build llama.cpp's llama-bench"),
     ],
 )  # fmt: skip
 def test_what_a_study_cannot_do_is_refused(
