@@ -87,6 +87,8 @@ def test_stdout_is_one_json_document_and_stderr_is_empty(model: Path, text: Path
         "--max-new-tokens",
         3,
         "--json",
+        "--dense-below",
+        0,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert json.loads(ended.stdout)["plan"] == plan

@@ -106,6 +106,7 @@ def test_short_contexts_are_dense_on_a_cpu_where_that_is_faster(llama: Path, mon
         assert long.token_ids[:8] == expected[0][:8]
         for options in ({"passages": True}, {"exact": True}, {"plan": QUEST + ":min_context=200"}):
             answer = llm.generate(texts[1], **how, **options)
+            assert str(answer.plan) == options.get("plan", QUEST)
             assert answer.dense_below == {"passages": 0, "exact": 0}.get(next(iter(options)), 1500), options
 
 

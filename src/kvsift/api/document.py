@@ -319,10 +319,10 @@ class Document(Uncopied):
     ) -> Answer:  # fmt: skip
         runner, before = self._runner, self._prefix
         reason, more = runner.composed_reason(plan), len(ids) - self.num_tokens + options.max_new_tokens
-        plan = self._executed(plan, more, options.exact or options.passages)
+        asked, plan = plan, self._executed(plan, more, options.exact or options.passages)
         prefix = self._prefilled(plan, more - 1)
         build_s, started, streamed = 0.0 if prefix is before else prefix.build_s, perf_counter(), on_text is not None
-        request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends)
+        request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends, asked=asked)
         if reason is None:
             check_captured([request])
         output = TextOutput(request, runner.tokenizer, runner.device)

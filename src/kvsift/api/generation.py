@@ -210,7 +210,7 @@ def answer_of(
         new_prompt_tokens=prompt_tokens - num_cached,
         ttft_s=(transcript.times or [perf_counter()])[0] - started,
         itl_s=transcript.itl_s,
-        plan=str(of_cache.plan),
+        plan=str(transcript.request.asked or of_cache.plan),
         kv_bytes=of_cache.kv_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
         stats=report,

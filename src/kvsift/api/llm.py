@@ -345,7 +345,7 @@ class LLM(Engine):
         runs_as = plan if reason is None else self.composed_plan(plan, longest, options.exact or options.passages)
         started += perf_counter() - before
         requests = [
-            self.request(ids, runs_as, choice, streamed, where, started)
+            self.request(ids, runs_as, choice, streamed, where, started, asked=plan)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
         ]
         return Generation(self, self.loop, requests, started, progress, holds)

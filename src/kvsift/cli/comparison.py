@@ -64,24 +64,22 @@ class Column(NamedTuple):
             ran = [density for density in densities if density is not None]
             if rule is None or rule.method.traits.unbounded or not ran or min(ran) < 1:
                 continue
-            message = self.plan.skipped_nothing(phase)
-            below = max(answer.dense_below for answer in self.answers)
-            if phase == "decode" and below:
-                message += (
-                    f" Here contexts below {below:,} tokens are decoded densely, because that is as fast; "
-                    "--dense-below 0 makes them sparse too."
+            message, dense = self.plan.skipped_nothing(phase), ""
+            if phase == "decode" and (below := max(answer.dense_below for answer in self.answers)):
+                dense = (
+                    f"contexts below {below:,} tokens are decoded densely here; --dense-below 0 makes them sparse too."
                 )
             if strict:
-                raise NothingSkipped(message)
+                raise NothingSkipped(f"{message} Moreover, {dense}" if dense else message)
             context = max(answer.prompt_tokens + len(answer.token_ids) for answer in self.answers)
-            if rule.budget.limit(context) < context:
-                print(f"kvsift: WARNING: {message}", file=sys.stderr)
-                continue
-            print(
-                f"kvsift: {rule} skipped nothing in {phase}: the {context:,} tokens of context are within its budget, "
-                "so it does what dense attention does.",
-                file=sys.stderr,
-            )
+            if rule.budget.limit(context) >= context:
+                message = (
+                    f"{rule} skipped nothing in {phase}: the {context:,} tokens of context are within its budget, so "
+                    "it does what dense attention does."
+                )
+            else:
+                message = dense or f"WARNING: {message}"
+            print(f"kvsift: {message}", file=sys.stderr)
 
 
 def _counts(exact: dict[str, Any] | None) -> dict[str, int]:

@@ -182,11 +182,13 @@ class ModelRunner(Uncopied):
     def request(
         self, ids: Sequence[int], plan: Plan, options: GenerateOptions, streamed: bool = False,
         offsets: TextOffsets | None = None, started: float | None = None, ignores_ends: bool = False, client: str = "",
-        salt: str = "",
+        salt: str = "", asked: Plan | None = None,
     ) -> Request:  # fmt: skip
-        """The request of one prompt, which runs under ``plan``; the settings of the model's generation_config.json hold
-        for it, and it ends at the model's end-of-text tokens and stop strings unless it ignores them. ``offsets`` are
-        for passages. Its time begins at ``started``, or now."""
+        """The request of one prompt, which runs under ``plan``, by default the one that was ``asked`` for.
+
+        The settings of the model's generation_config.json hold for it, and it ends at the model's end-of-text tokens
+        and stop strings unless it ignores them. ``offsets`` are for passages. Its time begins at ``started``, or now.
+        """
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
@@ -211,6 +213,7 @@ class ModelRunner(Uncopied):
             settings,
             client,
             salt,
+            asked,
         )
 
     def encode(self, text: str) -> list[int]:

@@ -36,6 +36,7 @@ class Request:
         settings: of the model's generation_config.json, which change its logits; None: nothing does.
         client: who asks: clients get equal shares.
         salt: requests of other salts share nothing with it.
+        asked: the plan that was asked for, if ``plan`` is dense in contexts in which that one would not be.
     """
 
     ids: Sequence[int]
@@ -54,6 +55,7 @@ class Request:
     settings: GenerationSettings | None = None
     client: str = ""
     salt: str = ""
+    asked: Plan | None = None
 
     def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
         """Return what chooses the tokens of the answer from logits on a device."""

@@ -239,7 +239,7 @@ class Worker:
             of_sequence = llm.request(
                 ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
                 streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,
-                salt=request.salt,
+                salt=request.salt, asked=plan,
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
             reply = Reply(of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat)

@@ -108,7 +108,9 @@ def test_a_file_is_measured_beside_llama_cpp(run: Run, tmp_path: Path) -> None:
     binary.chmod(0o755)
     outcome = run("bench", "llama-cpp", *arguments, "--plans", "dense,quest:budget=112", "--out", "result")
     assert outcome.code == 0, outcome.err
-    assert "| context | llama.cpp | `dense` | `quest:budget=112` | prefill, llama.cpp | prefill, kvsift |" in outcome.out
+    assert (
+        "| context | llama.cpp | `dense` | `quest:budget=112` | prefill, llama.cpp | prefill, kvsift |" in outcome.out
+    )
     assert "| 80 | 1.0 |" in outcome.out  # ms of its fastest settings
     points = stored.load(tmp_path / "result")["points"]
     assert [len(point["llama_cpp"]) for point in points] == [3, 3, 1, 1]  # all settings in the first round
