@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "heads.hpp"
+#include "numbers.hpp"
 #include "parallel.hpp"
 
 namespace kvsift {
@@ -116,6 +117,21 @@ class PieceStates {
   std::vector<std::vector<std::size_t>> states_;  // of each query head
   std::vector<float> maxima_, sums_, outputs_;
 };
+
+// Merges attention to visible tokens, [width] and its lse, with an estimate of attention to the others, as if these had been
+// attended -> the share of the estimate.
+template <class T>
+float merge_estimate(T* output, float& lse, const float* estimate, float estimate_lse, int width) {
+  const float top = std::max(lse, estimate_lse);
+  if (top == kMinusInfinity) return 0.0f;
+  const float seen = std::exp(lse - top), unseen = std::exp(estimate_lse - top), share = unseen / (seen + unseen);
+  for (int i = 0; i < width; ++i) {
+    const float own = load(output + i);
+    store(output + i, own + share * (estimate[i] - own));
+  }
+  lse = top + std::log(seen + unseen);
+  return share;
+}
 
 // Adds piece number p of a call to its states.
 inline void attend_piece(const Attention& call, const Piece& piece, std::int64_t p, PieceStates& states, PageWeights* by_page) {

@@ -84,6 +84,21 @@ void bind_attention(nb::module_& m) {
       },
       free_gil);
 
+  // Sum over heads of the shares that were estimated.
+  m.def(
+      "merge_estimate",
+      [](bool bf16, Address output, Address lse, Address estimate, Address estimate_lse, std::int64_t num_heads, int width) {
+        const auto merge = [&](auto* outputs) {
+          double sum = 0;
+          for (std::int64_t h = 0; h < num_heads; ++h)
+            sum += merge_estimate(outputs + h * width, at<float>(lse)[h], at<const float>(estimate) + h * width,
+                                  at<const float>(estimate_lse)[h], width);
+          return sum;
+        };
+        return bf16 ? merge(at<std::uint16_t>(output)) : merge(at<float>(output));
+      },
+      free_gil);
+
   m.def(
       "page_scores",
       [](const Shape& shape, Address queries, Address rows, std::int64_t row_stride, bool bf16, float scale, int threads,

@@ -20,6 +20,7 @@ struct Sketches {
   int num_kv_heads;
   SketchFormat format;
   SlotTable table;
+  Rotation rotation;
 };
 
 }  // namespace
@@ -33,20 +34,21 @@ void bind_sketch(nb::module_& m) {
       });
   nb::class_<Sketches>(m, "Sketches")
       .def("__init__", [](Sketches* self, const SketchFormat& format, int num_kv_heads, std::int64_t num_pages) {
-        new (self) Sketches{num_kv_heads, format, SlotTable(num_pages)};
+        new (self) Sketches{num_kv_heads, format, SlotTable(num_pages), Rotation(format.head_dim)};
       })
       .def("__init__", [](Sketches* self, const SketchFormat& format, int num_kv_heads, std::int64_t num_pages, Address runs,
                           std::int64_t num_runs, std::int64_t num_slots, std::int64_t start) {
-        new (self) Sketches{num_kv_heads, format, {at<const Run>(runs), num_runs, num_slots, start, num_pages}};
+        new (self) Sketches{num_kv_heads, format, {at<const Run>(runs), num_runs, num_slots, start, num_pages}, Rotation(format.head_dim)};
       });
   m.def(
       "choose_sketched",
-      [](const Sketches& sketches, Address queries, int num_query_heads, Address rows, std::int64_t row_stride,
+      [](const Sketches& sketches, Address queries, int num_query_heads, float scale, Address rows, std::int64_t row_stride,
          std::int64_t first, std::int64_t count, std::int64_t k, int num_selections, int threads, Address ids,
          Address output, Address lse) {
         const SketchRows in_pool{at<const std::uint8_t>(rows), row_stride, sketches.table, sketches.num_kv_heads,
                                  sketches.format};
-        choose_sketched({at<const float>(queries), num_query_heads, in_pool, first, count, k, num_selections,
+        const PackedQueries packed(at<const float>(queries), num_query_heads, sketches.format.head_dim);
+        choose_sketched({packed, scale, sketches.rotation, num_query_heads, in_pool, first, count, k, num_selections,
                          at<std::int64_t>(ids), at<float>(output), at<float>(lse)},
                         threads);
       },

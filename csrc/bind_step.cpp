@@ -1,5 +1,6 @@
 // A whole decode step for Python. Addresses are integers; the Python callers check the shapes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include "step.hpp"
@@ -15,9 +16,15 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Seconds that selections took, and the shares of attention that were estimated, by sequence.
+using Done = std::pair<double, std::vector<std::vector<double>>>;
+
 template <class T>
-double step(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
-  return DecodeStep<T>(decoder, sequences, at<T>(logits)).run(threads);
+Done step(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
+  DecodeStep<T> step(decoder, sequences, at<T>(logits));
+  Done done{step.run(threads), {}};
+  for (std::size_t row = 0; row < sequences.size(); ++row) done.second.push_back(step.estimated(row));
+  return done;
 }
 
 }  // namespace
@@ -40,10 +47,12 @@ void bind_step(nb::module_& m) {
       });
   nb::class_<DecodeSequence>(m, "DecodeSequence")
       .def("__init__", [](DecodeSequence* self, int page_size) { new (self) DecodeSequence{}; self->page_size = page_size; })
+      .def("keep_sketches", [](DecodeSequence& self, const SketchFormat& format) { self.sketch = format; })
       .def("clear", [](DecodeSequence& self) { self.layers.clear(); })
       .def("add_layer", [](DecodeSequence& self, Address keys, Address values, std::int64_t stride, Address extremes,
-                           std::int64_t extremes_stride) {
-        self.layers.push_back({at<void>(keys), at<void>(values), stride, at<void>(extremes), extremes_stride, true});
+                           std::int64_t extremes_stride, Address sketches, std::int64_t sketches_stride) {
+        self.layers.push_back({at<void>(keys), at<void>(values), stride, at<void>(extremes), extremes_stride,
+                               at<std::uint8_t>(sketches), sketches_stride});
       })
       .def("begin", [](DecodeSequence& self, std::int64_t token, std::int64_t position, Address cos, Address sin, Address runs,
                        std::int64_t num_runs, std::int64_t num_pool_pages) {
@@ -53,19 +62,20 @@ void bind_step(nb::module_& m) {
         for (LayerPages& layer : self.layers) layer.dense = true;
       })
       .def("select", [](DecodeSequence& self, const std::vector<int>& layers, std::int64_t sinks_stop, std::int64_t window_start,
-                        std::int64_t first_candidate, std::int64_t num_candidates, std::int64_t num_pages, int num_selections) {
-        self.rule = {sinks_stop, window_start, first_candidate, num_candidates, num_pages, num_selections};
+                        std::int64_t first_candidate, std::int64_t num_candidates, std::int64_t num_units, int num_selections,
+                        bool by_sketches, bool rest) {
+        self.rule = {sinks_stop, window_start, first_candidate, num_candidates, num_units, num_selections, by_sketches, rest};
         self.selects = !layers.empty();
         for (int layer : layers) self.layers.at(std::size_t(layer)).dense = false;
       });
-  // Seconds that selections took; -1 if queries that rank pages are not finite.
+  // -1 seconds: queries that rank pages or tokens are not finite.
   m.def(
       "step",
       [](const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
         try {
           return (decoder.bf16 ? step<std::uint16_t> : step<float>)(decoder, sequences, threads, logits);
         } catch (const NotFinite&) {
-          return -1.0;
+          return Done{-1.0, {}};
         }
       },
       nb::call_guard<nb::gil_scoped_release>());

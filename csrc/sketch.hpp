@@ -10,6 +10,7 @@
 #include "numbers.hpp"
 #include "parallel.hpp"
 #include "sketch_queries.hpp"
+#include "sketch_rows.hpp"
 #include "top_many.hpp"
 
 namespace kvsift {
@@ -46,9 +47,11 @@ struct SketchRows {
 };
 
 struct SketchCall {
-  const float* queries;  // [num_query_heads, head_dim], scaled and rotated
+  const PackedQueries& queries;  // of head_dim numbers
+  float scale;                   // of logits
+  const Rotation& rotation;
   int num_query_heads;
-  const SketchRows& rows;
+  SketchRows rows;
   std::int64_t first, count;  // candidates, tokens of the rows
   std::int64_t k;             // at most count
   int num_selections;         // num_kv_heads or num_query_heads
@@ -65,7 +68,7 @@ class SketchHead {
   void start(const SketchCall& call, const Slots& slots, int kv_head) {
     call_ = &call, kv_head_ = kv_head;
     const SketchFormat& format = call.rows.format;
-    queries_.set(call.queries + std::int64_t(kv_head) * call.group() * format.head_dim, call.group(), format);
+    queries_.set(turned_queries(), call.group(), format);
     num_pages_ = slots.count;
     pages_per_block_ = kSketchTokens / format.page_size;
     num_blocks_ = (num_pages_ + pages_per_block_ - 1) / pages_per_block_;
@@ -136,6 +139,21 @@ class SketchHead {
   int pages_in(std::int64_t block) const {
     return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
   }
+  // Queries of this head, scaled and rotated, [group, head_dim].
+  const float* turned_queries() {
+    const int width = call_->rows.format.head_dim, group = call_->group();
+    columns_.resize(std::size_t(width * group));
+    turned_.resize(columns_.size());
+    for (int q = 0; q < group; ++q) {
+      const float* query = call_->queries.heads(kv_head_ * group + q, 1).numbers;
+      for (int i = 0; i < width; ++i) columns_[std::size_t(i * group + q)] = query[i] * call_->scale;
+    }
+    call_->rotation.turn(columns_.data(), group);
+    for (int q = 0; q < group; ++q)
+      for (int i = 0; i < width; ++i) turned_[std::size_t(q * width + i)] = columns_[std::size_t(i * group + q)];
+    return turned_.data();
+  }
+
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
   std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
   float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
@@ -261,7 +279,7 @@ class SketchHead {
   std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
   std::vector<float> value_scales_;         // [num_pages], and zeros
   std::vector<float> totals_;               // [group], logarithms of the sums of weights
-  std::vector<float> votes_, factors_, values_;
+  std::vector<float> votes_, factors_, values_, columns_, turned_;
   TopOfMany best_;
 };
 

@@ -6,12 +6,15 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "attention.hpp"
 #include "extremes.hpp"
 #include "pages.hpp"
 #include "rotary.hpp"
+#include "sketch.hpp"
 
 namespace kvsift {
 
@@ -45,18 +48,23 @@ struct LayerPages {
   std::int64_t stride;
   void* extremes;  // [2 * head_dim] per page; nullptr: not maintained
   std::int64_t extremes_stride;
-  bool dense;  // every token is visible
+  std::uint8_t* sketches;  // [sketch.width] per page; nullptr: not maintained
+  std::int64_t sketches_stride;
+  bool dense = true;  // every token is visible
 };
 
 // What a token sees in layers that are not dense: [0, sinks_stop), everything from window_start on, and for each selection
-// the best pages among the candidates.
-struct PageRule {
-  std::int64_t sinks_stop, window_start, first_candidate, num_candidates, num_pages;
+// the best units among the candidates: pages by their extremes, or tokens by their sketches.
+struct SelectionRule {
+  std::int64_t sinks_stop, window_start, first_candidate, num_candidates, num_units;
   int num_selections;
+  bool by_sketches;
+  bool rest;  // attention to the tokens that are not chosen is estimated
 };
 
 struct DecodeSequence {
   int page_size;
+  SketchFormat sketch;  // of pages, where they have sketches
   std::vector<LayerPages> layers;
   bool selects;  // in some layer
   // Of a step:
@@ -64,7 +72,7 @@ struct DecodeSequence {
   const void *cos, *sin;  // [head_dim] of the position
   const Run* runs;        // pages of the sequence, with that of the token
   std::int64_t num_runs, num_pool_pages;
-  PageRule rule;
+  SelectionRule rule;
 };
 
 struct NotFinite : std::runtime_error {
@@ -74,34 +82,42 @@ struct NotFinite : std::runtime_error {
 // A sequence in a step: its slots and pieces, which are the same in all layers.
 class StepSequence {
  public:
-  StepSequence(const DecodeSequence& sequence, int row, const Decoder& decoder)
+  StepSequence(const DecodeSequence& sequence, int row, const Decoder& decoder, const Rotation& rotation)
       : sequence(sequence), row(row), tokens(token_table(sequence)), candidates(candidate_table(sequence)),
         queries(decoder.num_query_heads, decoder.head_dim, decoder.bf16),
-        features(sequence.selects ? decoder.num_query_heads : 0, 2 * decoder.head_dim, decoder.bf16),
+        features(by_extremes() ? decoder.num_query_heads : 0, 2 * decoder.head_dim, decoder.bf16),
         dense(dense_pieces(decoder)), listed(listed_pieces(decoder)),
         dense_states(dense, decoder.num_query_heads, queries.stride()),
         listed_states(listed, decoder.num_query_heads, queries.stride()) {
     std::vector<std::int64_t> ids;
     slot = tokens.range(sequence.position, sequence.position + 1, ids).start;
     if (!sequence.selects) return;
-    order = std::make_unique<PageOrder>(HeadRows{nullptr, 0, candidates, 1, 2 * decoder.head_dim, decoder.bf16});
-    scores.resize(std::size_t(decoder.num_query_heads * sequence.rule.num_candidates));
-    chosen.resize(std::size_t(sequence.rule.num_selections * sequence.rule.num_pages));
+    chosen.resize(std::size_t(sequence.rule.num_selections * sequence.rule.num_units));
+    if (by_sketches()) {
+      prepare_sketches(decoder, rotation);
+    } else {
+      order = std::make_unique<PageOrder>(HeadRows{nullptr, 0, candidates, 1, 2 * decoder.head_dim, decoder.bf16});
+      scores.resize(std::size_t(decoder.num_query_heads * sequence.rule.num_candidates));
+    }
   }
   StepSequence(const StepSequence&) = delete;
 
   bool is_dense(std::size_t layer) const { return sequence.layers[layer].dense; }
-  bool ranks(std::size_t layer) const { return !is_dense(layer) && sequence.rule.num_pages > 0; }
+  bool by_sketches() const { return sequence.selects && sequence.rule.by_sketches; }
+  bool by_extremes() const { return sequence.selects && !sequence.rule.by_sketches; }
+  bool ranks(std::size_t layer) const { return !is_dense(layer) && (sequence.rule.num_units > 0 || sequence.rule.rest); }
+  bool estimates(std::size_t layer) const { return !is_dense(layer) && by_sketches() && sequence.rule.rest; }
   const std::vector<Piece>& pieces(std::size_t layer) const { return is_dense(layer) ? dense : listed; }
   PieceStates& states(std::size_t layer) { return is_dense(layer) ? dense_states : listed_states; }
 
-  // Makes the pages that were chosen for a selection its list.
+  // Makes the units that were chosen for a selection its list.
   void list_chosen(std::int64_t selection) {
-    const PageRule& rule = sequence.rule;
+    const SelectionRule& rule = sequence.rule;
+    const std::int64_t* units = chosen.data() + selection * rule.num_units;
     std::int64_t* end = lists[std::size_t(selection)].data();
-    for (std::int64_t i = 0; i < rule.num_pages; ++i) {
-      const std::int64_t start = (chosen[std::size_t(selection * rule.num_pages + i)] + rule.first_candidate) * sequence.page_size;
-      end = tokens.write(start, start + sequence.page_size, end);
+    for (std::int64_t i = 0; i < rule.num_units; ++i) {
+      const std::int64_t start = (units[i] + rule.first_candidate) * unit_size();
+      end = tokens.write(start, start + unit_size(), end);
     }
   }
 
@@ -112,9 +128,30 @@ class StepSequence {
   PackedQueries queries, features;
   std::unique_ptr<PageOrder> order;
   std::vector<float> scores;
-  std::vector<std::int64_t> chosen;  // [num_selections, num_pages]
+  std::vector<std::int64_t> chosen;  // [num_selections, num_units]
+  Slots sketched{};                  // of the pages of the candidates
+  std::vector<SketchCall> sketch_calls;  // of each layer
+  std::vector<SketchHead> sketch_heads;  // of the layer that selects
+  std::vector<float> rest, rest_lse;     // [num_query_heads, head_dim], [num_query_heads]: attention to what is not chosen
+  std::vector<float> shares;             // [layers, num_query_heads], of that
 
  private:
+  int unit_size() const { return by_sketches() ? 1 : sequence.page_size; }
+
+  void prepare_sketches(const Decoder& decoder, const Rotation& rotation) {
+    const SelectionRule& rule = sequence.rule;
+    sketched = candidates.range(0, candidates.length(), sketched_ids);
+    rest.resize(std::size_t(decoder.num_query_heads * decoder.head_dim));
+    rest_lse.resize(std::size_t(decoder.num_query_heads));
+    shares.resize(sequence.layers.size() * rest_lse.size());
+    sketch_heads.resize(std::size_t(decoder.num_kv_heads));
+    for (const LayerPages& pages : sequence.layers)
+      sketch_calls.push_back({queries, decoder.scale, rotation, decoder.num_query_heads,
+                              {pages.sketches, pages.sketches_stride, candidates, decoder.num_kv_heads, sequence.sketch},
+                              rule.first_candidate % sequence.page_size, rule.num_candidates, rule.num_units, rule.num_selections,
+                              chosen.data(), rest.data(), rest_lse.data()});
+  }
+
   static SlotTable token_table(const DecodeSequence& sequence) {
     std::vector<Run> runs(sequence.runs, sequence.runs + sequence.num_runs);
     for (Run& run : runs) run.first *= sequence.page_size, run.count *= sequence.page_size;
@@ -122,8 +159,10 @@ class StepSequence {
   }
   static SlotTable candidate_table(const DecodeSequence& sequence) {
     if (!sequence.selects) return SlotTable(0);
-    return {sequence.runs, sequence.num_runs, sequence.num_pool_pages, sequence.rule.first_candidate,
-            sequence.rule.num_candidates};
+    const SelectionRule& rule = sequence.rule;
+    const int per_page = rule.by_sketches ? sequence.page_size : 1;
+    const std::int64_t first = rule.first_candidate / per_page, last = (rule.first_candidate + rule.num_candidates - 1) / per_page;
+    return {sequence.runs, sequence.num_runs, sequence.num_pool_pages, first, last + 1 - first};
   }
 
   std::vector<Piece> dense_pieces(const Decoder& decoder) {  // as attend_dense
@@ -138,12 +177,12 @@ class StepSequence {
   std::vector<Piece> listed_pieces(const Decoder& decoder) {  // as attend_units
     std::vector<Piece> pieces;
     if (!sequence.selects) return pieces;
-    const PageRule& rule = sequence.rule;
+    const SelectionRule& rule = sequence.rule;
     const int group = decoder.num_query_heads / decoder.num_kv_heads;
     const int per_list = rule.num_selections == decoder.num_query_heads ? 1 : group;
     const std::vector<Slots> always =
         slots_of_spans({{0, rule.sinks_stop}, {rule.window_start, tokens.length()}}, tokens, span_ids);
-    lists.assign(std::size_t(rule.num_selections), std::vector<std::int64_t>(std::size_t(rule.num_pages * sequence.page_size)));
+    lists.assign(std::size_t(rule.num_selections), std::vector<std::int64_t>(std::size_t(rule.num_units * unit_size())));
     for (int h = 0; h < decoder.num_kv_heads; ++h) {
       for (const Slots& span : always) cut(pieces, {h, h * group, group, span}, kUnitTokens);
       for (int q = h * group; q < (h + 1) * group; q += per_list) {
@@ -154,7 +193,7 @@ class StepSequence {
     return pieces;
   }
 
-  std::vector<std::int64_t> all_ids;
+  std::vector<std::int64_t> all_ids, sketched_ids;
   std::vector<std::vector<std::int64_t>> span_ids, lists;
   const std::vector<Piece> dense, listed;
   PieceStates dense_states, listed_states;
@@ -164,13 +203,25 @@ template <class T>
 class DecodeStep {
  public:
   DecodeStep(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, T* logits)
-      : decoder_(decoder), rows_(int(sequences.size())), hidden_(decoder.head.num_in), logits_(logits),
+      : decoder_(decoder), rows_(int(sequences.size())), hidden_(decoder.head.num_in), rotation_(decoder.head_dim), logits_(logits),
         from_x_(rows_, hidden_, decoder.bf16),
         from_heads_(rows_, decoder.num_query_heads * decoder.head_dim, decoder.bf16),
         from_gates_(rows_, largest_gate(), decoder.bf16), x_(std::size_t(rows_) * hidden_),
         qkv_(std::size_t(rows_) * qkv_width()), gates_(std::size_t(rows_) * largest_gate()) {
     for (int row = 0; row < rows_; ++row)
-      sequences_.push_back(std::make_unique<StepSequence>(*sequences[std::size_t(row)], row, decoder));
+      sequences_.push_back(std::make_unique<StepSequence>(*sequences[std::size_t(row)], row, decoder, rotation_));
+  }
+
+  // Shares of attention that were estimated for a sequence, a mean over heads, in each of its layers that estimate.
+  std::vector<double> estimated(std::size_t row) const {
+    const StepSequence& own = *sequences_[row];
+    std::vector<double> means;
+    for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
+      if (!own.estimates(layer)) continue;
+      const float* shares = own.shares.data() + layer * std::size_t(decoder_.num_query_heads);
+      means.push_back(std::accumulate(shares, shares + decoder_.num_query_heads, 0.0) / decoder_.num_query_heads);
+    }
+    return means;
   }
 
   // Seconds that were spent on selections.
@@ -245,7 +296,7 @@ class DecodeStep {
     });
   }
 
-  // Rotates queries and keys, and stores keys and values, with the summary of a page that is full now.
+  // Rotates queries and keys, and stores keys and values, with the summaries of a page that is full now.
   void append(Team& team, std::size_t layer) {
     const LayerWeights& weights = decoder_.layers[layer];
     const int width = decoder_.head_dim, num_kv_heads = decoder_.num_kv_heads;
@@ -259,13 +310,18 @@ class DecodeStep {
       const T *cos = numbers(sequence.cos), *sin = numbers(sequence.sin);
       rotate(heads + first * width, group(), width, cos, sin, numbers(weights.query_norm), weights.head_eps);
       rotate(key, 1, width, cos, sin, numbers(weights.key_norm), weights.head_eps);
-      T* const keys = static_cast<T*>(pages.keys) + h * pages.stride;
+      T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
       std::memcpy(keys + own.slot * width, key, width * sizeof(T));
-      std::memcpy(static_cast<T*>(pages.values) + h * pages.stride + own.slot * width, key + num_kv_heads * width, width * sizeof(T));
-      if (pages.extremes != nullptr && (sequence.position + 1) % sequence.page_size == 0) {
-        const std::int64_t page = own.slot / sequence.page_size;
-        page_extremes(keys + page * sequence.page_size * width, static_cast<const bool*>(nullptr), 1, sequence.page_size, width,
-                      static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
+      std::memcpy(values + own.slot * width, key + num_kv_heads * width, width * sizeof(T));
+      if ((sequence.position + 1) % sequence.page_size == 0) {
+        const std::int64_t page = own.slot / sequence.page_size, first = page * sequence.page_size * width;
+        const bool* const all = nullptr;  // tokens are valid
+        if (pages.extremes != nullptr)
+          page_extremes(keys + first, all, 1, sequence.page_size, width,
+                        static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
+        if (pages.sketches != nullptr)
+          SketchWriter(sequence.sketch)
+              .write(keys + first, values + first, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
       }
       float query[kMaxHeadDim];
       for (int q = first; q < first + group(); ++q) {
@@ -274,31 +330,51 @@ class DecodeStep {
         if (pages.dense) continue;
         for (int i = 0; i < width; ++i)
           if (!std::isfinite(query[i])) throw NotFinite();
-        own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);
+        if (own.by_extremes()) own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);
       }
+      if (!pages.dense && own.by_sketches()) own.sketch_heads[std::size_t(h)].start(own.sketch_calls[layer], own.sketched, h);
     });
   }
 
   void select(Team& team, std::size_t layer) {
-    const auto parts = [](const StepSequence& own) {
-      return (own.sequence.rule.num_candidates + kScoredPages - 1) / kScoredPages;
+    const auto parts = [](const StepSequence& own) {  // of a KV head, that are ranked by themselves
+      const std::int64_t candidates = own.sequence.rule.num_candidates;
+      return own.by_sketches() ? own.sketch_heads[0].num_blocks() : (candidates + kScoredPages - 1) / kScoredPages;
     };
     each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
             [&](StepSequence& own, std::int64_t task) {
-              const LayerPages& pages = own.sequence.layers[layer];
-              const HeadRows rows{pages.extremes, pages.extremes_stride, own.candidates, decoder_.num_kv_heads,
-                                  2 * decoder_.head_dim, decoder_.bf16};
-              score_some(own.features, group(), rows, *own.order, int(task / parts(own)), task % parts(own) * kScoredPages,
-                         std::fabs(decoder_.scale), own.scores.data());
+              const std::int64_t head = task / parts(own), part = task % parts(own);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh(part) : score_pages(own, layer, int(head), part);
             });
-    each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? own.sequence.rule.num_selections : 0; },
-            [&](StepSequence& own, std::int64_t selection) {
-              const PageRule& rule = own.sequence.rule;
-              const int sharing = decoder_.num_query_heads / rule.num_selections;
-              choose_shared(own.scores.data() + selection * sharing * rule.num_candidates, sharing, rule.num_candidates, *own.order,
-                            rule.num_pages, own.chosen.data() + selection * rule.num_pages);
-              own.list_chosen(selection);
+    each_of(team,
+            [&](const StepSequence& own) {
+              return !own.ranks(layer) ? 0 : own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
+            },
+            [&](StepSequence& own, std::int64_t task) {
+              own.by_sketches() ? choose_tokens(own, int(task)) : choose_pages(own, task);
             });
+  }
+
+  void score_pages(StepSequence& own, std::size_t layer, int head, std::int64_t part) {
+    const LayerPages& pages = own.sequence.layers[layer];
+    const HeadRows rows{pages.extremes, pages.extremes_stride, own.candidates, decoder_.num_kv_heads,
+                        2 * decoder_.head_dim, decoder_.bf16};
+    score_some(own.features, group(), rows, *own.order, head, part * kScoredPages, std::fabs(decoder_.scale), own.scores.data());
+  }
+
+  void choose_pages(StepSequence& own, std::int64_t selection) {
+    const SelectionRule& rule = own.sequence.rule;
+    const int sharing = decoder_.num_query_heads / rule.num_selections;
+    choose_shared(own.scores.data() + selection * sharing * rule.num_candidates, sharing, rule.num_candidates, *own.order,
+                  rule.num_units, own.chosen.data() + selection * rule.num_units);
+    own.list_chosen(selection);
+  }
+
+  void choose_tokens(StepSequence& own, int head) {
+    own.sketch_heads[std::size_t(head)].choose();
+    if (own.sequence.rule.rest) own.sketch_heads[std::size_t(head)].estimate_rest();
+    const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
+    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(selection);
   }
 
   void attend(Team& team, std::size_t layer) {
@@ -316,10 +392,16 @@ class DecodeStep {
             });
     each_of(team, [&](const StepSequence&) { return std::int64_t(decoder_.num_query_heads); },
             [&](StepSequence& own, std::int64_t head) {
-              float output[kMaxHeadDim];
-              own.states(layer).merge(int(head), decoder_.head_dim, output);
-              for (int i = 0; i < decoder_.head_dim; ++i) output[i] = rounded<T>(output[i]);
-              from_heads_.set(own.row, int(head) * decoder_.head_dim, output, decoder_.head_dim);
+              const int width = decoder_.head_dim;
+              float numbers[kMaxHeadDim];
+              T output[kMaxHeadDim];
+              float lse = own.states(layer).merge(int(head), width, numbers);
+              for (int i = 0; i < width; ++i) store(output + i, numbers[i]);
+              if (own.estimates(layer))
+                own.shares[layer * std::size_t(decoder_.num_query_heads) + std::size_t(head)] =
+                    merge_estimate(output, lse, own.rest.data() + head * width, own.rest_lse[std::size_t(head)], width);
+              for (int i = 0; i < width; ++i) numbers[i] = load(output + i);
+              from_heads_.set(own.row, int(head) * width, numbers, width);
             });
   }
 
@@ -340,6 +422,7 @@ class DecodeStep {
 
   const Decoder& decoder_;
   const int rows_, hidden_;
+  const Rotation rotation_;  // of queries for sketches
   T* const logits_;                                     // [rows, vocabulary]
   PackedQueries from_x_, from_heads_, from_gates_;      // inputs of products
   std::vector<T> x_, qkv_, gates_;                      // of all rows

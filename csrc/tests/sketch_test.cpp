@@ -36,7 +36,7 @@ struct Case {
   int heads, group;
   std::int64_t num_pages, first, count;
   std::vector<std::uint8_t> rows;
-  std::vector<float> queries;
+  std::vector<float> queries, turned;
 
   Case(std::mt19937& random, int bits, int group_, int head_dim, int page_size, std::int64_t num_pages_)
       : format(format_of(bits, head_dim, page_size)), heads(2), group(group_), num_pages(num_pages_),
@@ -48,6 +48,8 @@ struct Case {
     std::uniform_real_distribution<float> number(-0.03f, 0.03f);
     queries.resize(std::size_t(heads * group * head_dim));
     for (float& query : queries) query = number(random);
+    turned = queries;
+    for (int q = 0; q < heads * group; ++q) Rotation(head_dim).turn(&turned[std::size_t(q * head_dim)], 1);
   }
   // Factors from 1 to 2, small scales, no bits behind the last channel.
   void set_numbers(std::uint8_t* row, std::mt19937& random) const {
@@ -67,7 +69,7 @@ struct Case {
 
   // Logarithm of the estimated weight of a token of the rows, to the base of e.
   double log_weight(int query, std::int64_t token) const {
-    const float* q = &queries[std::size_t(query * format.head_dim)];
+    const float* q = &turned[std::size_t(query * format.head_dim)];
     const std::uint8_t* row = &rows[std::size_t((query / group * num_pages + token / format.page_size) * format.width)];
     const int in_page = int(token % format.page_size);
     double product = 0, mean = 0, squares = 0;
@@ -97,7 +99,9 @@ Chosen choose(const Case& c, std::int64_t k, int num_selections, int threads) {
   out.ids.resize(std::size_t(num_selections * k));
   out.output.resize(c.queries.size());
   out.lse.resize(std::size_t(c.heads * c.group));
-  choose_sketched({c.queries.data(), c.heads * c.group, rows, c.first, c.count, k, num_selections, out.ids.data(),
+  const PackedQueries queries(c.queries.data(), c.heads * c.group, c.format.head_dim);
+  const Rotation rotation(c.format.head_dim);
+  choose_sketched({queries, 1.0f, rotation, c.heads * c.group, rows, c.first, c.count, k, num_selections, out.ids.data(),
                    out.output.data(), out.lse.data()},
                   threads);
   return out;

@@ -31,28 +31,53 @@ class Numbers {
     for (T& number : all_.back()) store(&number, normal(random_));
     return all_.back().data();
   }
+  std::uint8_t* zeros(std::int64_t count) {
+    bytes_.emplace_back(static_cast<std::size_t>(count));
+    return bytes_.back().data();
+  }
   Matrix matrix(std::int64_t num_out, int num_in) { return {draw(num_out * num_in), draw(num_out), num_out, num_in}; }
 
  private:
   std::mt19937 random_{7};
   std::vector<std::vector<T>> all_;
+  std::vector<std::vector<std::uint8_t>> bytes_;
 };
+
+const SketchFormat kSketch{1, 1, kWidth, kPage, 64, 96, 128, 144, 160};
+
+// Sketches of all pages of a pool.
+template <class T>
+void write_sketches(const LayerPages& layer) {
+  SketchWriter writer(kSketch);
+  for (int h = 0; h < kKvHeads; ++h)
+    for (std::int64_t page = 0; page < kPages; ++page) {
+      const std::int64_t first = h * layer.stride + page * kPage * kWidth;
+      const bool* const all = nullptr;
+      writer.write(static_cast<const T*>(layer.keys) + first, static_cast<const T*>(layer.values) + first, all,
+                   layer.sketches + h * layer.sketches_stride + page * kSketch.width);
+    }
+}
 
 // A sequence of so many tokens in a pool of its own; the second layer is sparse if it selects.
 template <class T>
-DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, std::int64_t position, std::int64_t num_chosen) {
+DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, std::int64_t position, std::int64_t num_chosen,
+                           bool by_sketches = false) {
   DecodeSequence made{};
+  made.sketch = kSketch;
   made.page_size = kPage, made.token = position % kVocabulary, made.position = position;
   for (int layer = 0; layer < kLayers; ++layer) {
     const std::int64_t stride = kPages * kPage * kWidth, extremes_stride = kPages * 2 * kWidth;
     made.layers.push_back({numbers.draw(kKvHeads * stride), numbers.draw(kKvHeads * stride), stride,
-                           numbers.draw(kKvHeads * extremes_stride), extremes_stride, num_chosen < 0 || layer == 0});
+                           numbers.draw(kKvHeads * extremes_stride), extremes_stride,
+                           numbers.zeros(kKvHeads * kPages * kSketch.width), kPages * kSketch.width, num_chosen < 0 || layer == 0});
+    write_sketches<T>(made.layers.back());
   }
   made.selects = num_chosen >= 0;
   made.cos = numbers.draw(kWidth), made.sin = numbers.draw(kWidth);
   made.runs = runs.data(), made.num_runs = std::int64_t(runs.size()), made.num_pool_pages = kPages;
   const std::int64_t window_start = (position - 20) / kPage * kPage;
-  made.rule = {kPage, window_start, 1, window_start / kPage - 1, num_chosen, kKvHeads};
+  made.rule = {kPage, window_start, 1, window_start / kPage - 1, num_chosen, kKvHeads, false, false};
+  if (by_sketches) made.rule = {5, position - 17, 5, position - 22, num_chosen, kKvHeads, true, true};
   return made;
 }
 
@@ -67,7 +92,8 @@ void check_step() {
                               numbers.draw(kHidden), numbers.draw(kWidth), numbers.draw(kWidth), 1e-5f, 1e-5f, 1e-6f});
   const std::vector<Run> one{{0, kPages}}, several{{40, 20}, {3, 30}}, first{{5, 1}};
   const std::vector<DecodeSequence> sequences{sequence_of(numbers, one, 777, -1), sequence_of(numbers, several, 591, 7),
-                                              sequence_of(numbers, one, 400, 0), sequence_of(numbers, first, 0, -1)};
+                                              sequence_of(numbers, one, 400, 0), sequence_of(numbers, first, 0, -1),
+                                              sequence_of(numbers, several, 655, 40, true), sequence_of(numbers, one, 400, 0, true)};
   std::vector<const DecodeSequence*> all;
   for (const DecodeSequence& each : sequences) all.push_back(&each);
   const auto logits = [&](const std::vector<const DecodeSequence*>& some, int threads) {

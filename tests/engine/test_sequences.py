@@ -511,8 +511,8 @@ def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> 
 def test_decoding_together_changes_no_bit(path: str, family: str, dtype: str, tmp_path: Path) -> None:
     directory, texts = write_model(tmp_path, family), [text_of(n) for n in (90, 170, 130)]
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
-    alone = [run(llm, new_sequence(llm, text, PLANS[1], 24)) for text in texts]
-    seqs, groups = [new_sequence(llm, text, PLANS[1], 24) for text in texts], []
+    alone = [run(llm, new_sequence(llm, text, PLANS[1], 64)) for text in texts]
+    seqs, groups = [new_sequence(llm, text, PLANS[1], 64) for text in texts], []
     decode = llm.loop._runner.decode_sequences
     llm.loop._runner.decode_sequences = lambda together: groups.append(len(together)) or decode(together)
     run(llm, *seqs)

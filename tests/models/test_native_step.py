@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from models.tiny import tiny
 
 from kvsift import native
 from kvsift.errors import InputError
+from kvsift.methods.common.anchors import AnchorMap, Reuse, write
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
@@ -20,7 +22,12 @@ from kvsift.plan.capabilities import reason
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 QUEST = "quest:budget=48:window=8:page_size=8"
-PLANS = ["dense", QUEST, f"{QUEST}:dense_layers=none", f"{QUEST}:heads=query:dense_layers=1:sinks=0"]
+SKETCH = "sketch:budget=48:window=16"
+PLANS = [
+    "dense", QUEST, f"{QUEST}:dense_layers=none", f"{QUEST}:heads=query:dense_layers=1:sinks=0", SKETCH,
+    f"{SKETCH}:bits=2:dense_layers=none", f"{SKETCH}:heads=query:rest=false:dense_layers=1:sinks=0",
+    "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0",
+]  # fmt: skip
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
 
@@ -62,6 +69,7 @@ def counters(cache: SparseCache) -> dict[str, Any]:
     for tally in every.values():
         del tally["select_s"]
         tally["visible_tokens"], tally["kv_bytes_read"] = float(tally["visible_tokens"]), int(tally["kv_bytes_read"])
+        tally["estimated"] = float(tally["estimated"])
     return every
 
 
@@ -153,7 +161,7 @@ def test_shapes(
 def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
     model = tiny("Qwen2", num_hidden_layers=3).to(dtype)
     taken, _ = both(model)
-    lengths = [600, 70, 15, 130]
+    lengths = [600, 70, 15, 130, 500, 77, 20, 190]
     alone = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
     together = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
     found = generated(taken, together, 6)
@@ -200,15 +208,30 @@ def test_queries_that_are_not_finite_are_refused() -> None:
         generated(taken, [cache], 1)
 
 
+def test_layers_that_reuse_selections_of_others_are_composed(tmp_path: Path) -> None:
+    model = tiny(num_hidden_layers=3)
+    origin = filled(model, SKETCH, 9).attentions[0].shape.origin
+    assert origin is not None
+    file = tmp_path / "anchors.json"
+    write(file, AnchorMap.of(origin, (0, 1), {2: Reuse(1, (0, 1), 0.9)}, (), {}))
+    plan = f"{SKETCH}:dense_layers=none:anchors={file}"
+    taken, composed = both(model)
+    one, other = (filled(model, plan, 90) for _ in range(2))
+    assert "anchors.json" in (reason(one, NativeStep.of_caches) or "")
+    found, expected = generated(taken, [one], 3), generated(composed, [other], 3)
+    assert torch.equal(bits(torch.stack(found)), bits(torch.stack(expected)))
+
+
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ("sketch:budget=64:window=8", "reads summaries of kind|does not rank pages"),
+        ("sketch:budget=64:window=8", "page being filled compete"),
+        ("sketch:budget=64:window=30:page_size=24", "does not read"),
         ("quest:budget=64:window=8:score_by=mean_std", "kind"),
         ("quest:mass=0.9", "different lengths"),
         ("quest:budget=64:layer_budgets=pyramid:window=8", "of their own"),
         ("quest:budget=64:window=0", "window=0"),
-        ("streaming_llm:budget=64", "does not rank pages"),
+        ("streaming_llm:budget=64", "ranks neither"),
         ("h2o:budget=64:window=8", "observes|not in pages|drops"),
     ],
 )

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError
+from kvsift.kernels.merge import merge_reference
 from kvsift.native import twins
+from kvsift.types import Part
 
 SHAPES = [  # num_kv_heads, group_size, head_dim, tokens
     (2, 4, 128, 1000), (8, 4, 64, 17), (1, 1, 96, 3), (2, 5, 80, 1), (1, 8, 256, 130), (2, 2, 72, 64),
@@ -154,6 +156,23 @@ def test_parts_merge_to_the_whole(level: str) -> None:
     torch.testing.assert_close(torch.logaddexp(a_lse, b_lse), lse)
     merged = a * (a_lse - lse).exp().unsqueeze(1) + b * (b_lse - lse).exp().unsqueeze(1)
     torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_estimate_is_merged_as_attention_to_other_tokens(core: None, dtype: torch.dtype) -> None:
+    part, estimate = (Part(torch.randn(1, 6, 1, 24), 3 * torch.randn(1, 6, 1)) for _ in range(2))
+    part.lse[0, 0], estimate.lse[0, 1], part.lse[0, 2] = -torch.inf, -torch.inf, 80.0
+    part = Part(part.output.to(dtype), part.lse)
+    part.lse[0, 3] = estimate.lse[0, 3] = -torch.inf
+    before, expected = Part(*(each.clone() for each in part)), merge_reference(part, estimate)
+    assert native.takes_estimate(part, estimate)
+    found, share = native.merge_estimate(part, estimate)
+    torch.testing.assert_close(found.output, expected.output, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    torch.testing.assert_close(found.lse, expected.lse)
+    shares = -torch.expm1(part.lse - expected.lse)
+    assert share == pytest.approx(float(shares.nan_to_num(0.0).mean()), abs=1e-6)
+    assert all(torch.equal(now, then) for now, then in zip(part, before))
+    assert not native.takes_estimate(Part(part.output.half(), part.lse), estimate)
 
 
 def test_the_answer_does_not_depend_on_the_number_of_threads(level: str) -> None:

@@ -24,7 +24,7 @@ REST = 0.02  # of the rest's norm, for weights that are not dominated by a few
 class Case(NamedTuple):
     """Rows of pages whose first and last tokens may be no candidates."""
 
-    queries: Tensor  # scaled and rotated
+    queries: Tensor  # scaled
     rows: Tensor
     layout: SketchLayout
     first: int
@@ -36,13 +36,13 @@ class Case(NamedTuple):
 
     def choose(self, k: int, num_selections: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         return native.choose_sketched(
-            self.queries, self.rows, self.layout, self.first, self.count, k, num_selections, threads=threads
+            self.queries, self.rows, self.layout, 1.0, self.first, self.count, k, num_selections, threads=threads
         )
 
     def log_weights(self) -> Tensor:
         """Of the candidates, by the reference: [num_query_heads, count]."""
-        unrotated = self.queries @ rotation(self.layout.head_dim, self.queries.device).mT
-        logits, variance = estimated_logits(unrotated.unsqueeze(1), unpack(self.rows, self.layout), self.layout.bits)
+        rows = unpack(self.rows, self.layout)
+        logits, variance = estimated_logits(self.queries.unsqueeze(1), rows, self.layout.bits)
         return (logits - variance / 2)[:, 0, self.first : self.first + self.count]
 
     def expected(self, k: int, num_selections: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,8 @@ def case(
     rows = sketch_rows(bits, keys, values)
     queries = torch.randn(heads * group, dim, generator=generator) * size * dim**-0.5
     layout = SketchLayout(bits, dim, page_size)
-    return Case(queries * 2, rows, layout, first, pages * page_size - first - missing)
+    unrotated = queries * 2 @ rotation(dim, queries.device).mT
+    return Case(unrotated, rows, layout, first, pages * page_size - first - missing)
 
 
 def check(given: Case, k: int, num_selections: int) -> None:
@@ -195,7 +196,9 @@ def test_rows_in_a_pool_have_the_bits_of_consecutive_rows(level: str, page_size:
         rows = PooledRows(pool, runs, 150 - start, start)
         part = given._replace(rows=given.rows[:, start:], count=given.count - start * page_size)
         for threads in (1, 4):
-            found = native.choose_sketched(given.queries, rows, given.layout, 7, part.count, 30, 2, threads=threads)
+            found = native.choose_sketched(
+                given.queries, rows, given.layout, 1.0, 7, part.count, 30, 2, threads=threads
+            )
             for one, expected in zip(found, part.choose(30, 2)):
                 assert torch.equal(one, expected)
 
@@ -234,7 +237,7 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
             wrong.choose(k, num_selections)
     runs = torch.tensor([[0, 3]])
     with pytest.raises(InputError, match="hold 3 rows, not 4"):
-        native.choose_sketched(given.queries, PooledRows(given.rows, runs, 4), given.layout, 0, 64, 1, 2)
+        native.choose_sketched(given.queries, PooledRows(given.rows, runs, 4), given.layout, 1.0, 0, 64, 1, 2)
 
 
 def test_what_fits(core: None) -> None:

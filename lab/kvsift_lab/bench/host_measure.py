@@ -21,7 +21,7 @@ from kvsift.indexes.base import Index
 from kvsift.kernels.merge import merge
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
-from kvsift.native.sketch_format import SketchLayout, rotation, sketches_read
+from kvsift.native.sketch_format import SketchLayout, sketches_read
 from kvsift.types import Part
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host import NO_INDEX, HostRecipe, point_text
@@ -268,8 +268,8 @@ def sketch_variants(layer: AttentionInputs, tokens: int) -> Iterator[Variant]:
 
 def _choose(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the chosen tokens of each KV head, and output and log-sum-exp of the rest."""
-    rotated = (layer.queries.float() * layer.scale) @ rotation(layout.head_dim, layer.queries.device)
-    return native.choose_sketched(rotated, rows, layout, 0, rows.shape[1] * layer.page_size, count, len(layer.keys))
+    num_tokens = rows.shape[1] * layer.page_size
+    return native.choose_sketched(layer.queries, rows, layout, layer.scale, 0, num_tokens, count, len(layer.keys))
 
 
 def _attend(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> Tensor:

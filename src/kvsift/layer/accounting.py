@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.plan.guard import Widening
 from kvsift.stores.base import Segment, Store, seen_densely
-from kvsift.types import Candidates, Chunk, LayerShape, Part, Selection
+from kvsift.types import Candidates, Chunk, LayerShape, Selection
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
 
@@ -115,11 +114,10 @@ class Tally:
         self.kv_bytes_read += visible * token_bytes
         self.kv_bytes_dense += context * token_bytes
 
-    def add_estimated(self, visible: Part, merged: Part) -> None:
-        """Count queries whose attention to visible tokens was merged with an estimate of the rest."""
-        negative_shares = torch.expm1(visible.lse - merged.lse)  # [1, num_query_heads, num_queries]
-        self.estimated_queries += negative_shares.shape[2]
-        self.estimated = self.estimated - negative_shares.sum() / negative_shares.shape[1]
+    def add_estimated(self, share: float | Tensor, num_queries: int = 1) -> None:
+        """Count queries of whose attention a share was estimated, per head, summed over them."""
+        self.estimated_queries += num_queries
+        self.estimated = self.estimated + share
 
     def add_transfers(self, store: Store) -> None:
         """Count what a store has copied to the device since the last call."""
@@ -158,8 +156,9 @@ class TokenView(NamedTuple):
 
     Attributes:
         layers: those that are sparse, by their place among the tallies.
-        numbers_read: of summaries, to select in a layer.
+        bytes_read: of summaries, to select in a layer.
         lists: selections per KV head.
+        by_sketches, rest: how tokens are ranked, and whether attention to those that are not selected is estimated.
     """
 
     sinks_stop: int
@@ -168,15 +167,18 @@ class TokenView(NamedTuple):
     num_units: int
     num_selections: int
     layers: tuple[int, ...]
-    numbers_read: int
+    bytes_read: int
     lists: int
+    by_sketches: bool
+    rest: bool
 
 
 def count_token(
-    tallies: Sequence[Tally], stop: int, token_bytes: int, number_bytes: int, view: TokenView | None, select_s: float
+    tallies: Sequence[Tally], stop: int, token_bytes: int, view: TokenView | None, select_s: float,
+    estimated: Sequence[float],
 ) -> None:  # fmt: skip
     """As ``Tally.add_dense`` or ``add_sparse`` of the token before ``stop`` in each layer of a step, without a call for
-    each; ``select_s`` is that of all layers together."""
+    each; ``select_s`` is that of all layers together, ``estimated`` the share in each that estimates."""
     for tally in tallies:
         tally.queries += 1
         tally.context_tokens += stop
@@ -195,8 +197,11 @@ def count_token(
         tally.sparse_queries += 1
         tally.visible_tokens = tally.visible_tokens + (always + selected)
         tally.kv_bytes_read += num_bytes
-        tally.index_bytes_read += view.numbers_read * number_bytes
+        tally.index_bytes_read += view.bytes_read
         tally.select_s += select_s / len(view.layers)
+    for index, share in zip(view.layers if view.rest else (), estimated, strict=True):
+        tallies[index].estimated_queries += 1
+        tallies[index].estimated += share
 
 
 Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, logit
 from torch.nn.functional import pad
 
+from kvsift import native
 from kvsift.kernels.list_slots import list_slots
 from kvsift.kernels.merge import merge
 from kvsift.kernels.segment_attention import segment_attention
@@ -42,15 +43,19 @@ def view_of(rule: Rule, segment: Segment) -> View:
     )
 
 
-def with_estimates(part: Part, selection: Selection) -> Part:
-    """Attention over what is visible, and a method's estimate of what is not."""
-    if selection.extra is not None:
-        estimate = selection.extra
-        part = merge(part, Part(estimate.output.to(part.output.device), estimate.lse.to(part.lse.device)))
+def with_estimates(part: Part, selection: Selection) -> tuple[Part, float | Tensor]:
+    """Attention over what is visible, and a method's estimate of what is not; with the share of the estimate, a mean
+    over heads, summed over queries."""
+    visible, extra = part, selection.extra
+    if extra is not None and selection.rest is None and native.takes_estimate(part, extra):
+        return native.merge_estimate(part, extra)
+    if extra is not None:
+        part = merge(part, Part(extra.output.to(part.output.device), extra.lse.to(part.lse.device)))
     if selection.rest is not None:  # a part whose weight is its share
         value, share = selection.rest.value.to(part.output), selection.rest.share.to(part.lse.device)
         part = merge(part, Part(value, part.lse + logit(share)))
-    return part
+    negative_shares = torch.expm1(visible.lse - part.lse)  # [1, num_query_heads, num_queries]
+    return part, -negative_shares.sum() / negative_shares.shape[1]
 
 
 class CountingReader:

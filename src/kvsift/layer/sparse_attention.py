@@ -179,8 +179,8 @@ class SparseAttention(LayerCache):
             return self._dense(segment, row, tally)
         tally.add_sparse(segment, self.store, view.spans[0], chosen, attended.visible)
         if chosen is not None and (chosen.extra or chosen.rest):
-            visible_part, part = part, with_estimates(part, chosen)
-            tally.add_estimated(visible_part, part)
+            part, share = with_estimates(part, chosen)
+            tally.add_estimated(share, segment.num_queries)
         if selector.phase == "decode":
             self._probe_if_due(segment, row, view.spans[0], chosen, selector)
         if self.stats.observer is not None:

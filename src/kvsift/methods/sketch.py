@@ -29,7 +29,7 @@ from kvsift.methods.common.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, own_ranking, units_per_head
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import HeadRows, PooledRows
-from kvsift.native.sketch_format import SketchLayout, rotation, sketch_layout
+from kvsift.native.sketch_format import SketchLayout, sketch_layout
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 
@@ -85,9 +85,8 @@ class Sketch(AnchoredMethod, ScoringMethod):
         layout = sketch_layout(self.bits, shape.head_dim, self.page_size)
         query = queries[:, 0]  # [num_query_heads, head_dim]; alone, the compiled core selects for it
         if plain and shape.softcap is None and queries.shape[1] == 1 and native.sketches_fit(query, packed, layout):
-            rotated = (query.float() * shape.scale) @ rotation(shape.head_dim, query.device)
             ids, values, lse = native.choose_sketched(
-                rotated, packed, layout, skipped, candidates.count, limit.units, self.num_selections(shape)
+                query, packed, layout, shape.scale, skipped, candidates.count, limit.units, self.num_selections(shape)
             )
             rest = self.rest and limit.units < candidates.count
             extra = Part(values[None, :, None], lse[None, :, None]) if rest else None

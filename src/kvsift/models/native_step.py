@@ -15,22 +15,25 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.accounting import TokenView, count_token
 from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
+from kvsift.methods.sketch import Sketch
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.projection import Projection
 from kvsift.native.loader import core, num_threads
 from kvsift.native.product import takes_product
 from kvsift.native.shapes import LARGEST_HEAD_DIM, NOT_FINITE, ROW_DTYPES
+from kvsift.native.sketch_format import SketchLayout, sketch_layout
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import HostStore, PagedStore, note_token
-from kvsift.types import Objections
+from kvsift.types import LayerShape, Objections
 
-BOUNDS = "minmax"  # the kind of page summary that the step maintains and ranks by
+BOUNDS = "minmax"  # the kind of page summary by which the step ranks pages; SKETCHES are those by which it ranks tokens
 Angles = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -62,16 +65,22 @@ class NativeStep:
          "its layers have not one table of one sequence"),
         (lambda cache: any(layer.valid is not None for layer in cache.layers), "it has padding"),
         (lambda cache: any(each.watches for each in cache.attentions), "{it.run.plan} observes each token"),
-        (lambda cache: {*cache.attentions[0].store.kinds} - {BOUNDS}, "{it.run.plan} reads summaries of kind {found}"),
+        (lambda cache: {*cache.attentions[0].store.kinds} - {BOUNDS, *SKETCHES},
+         "{it.run.plan} reads summaries of kind {found}"),
+        (lambda cache: (layout := _layout(cache)) is not None and not layout.is_read_by_core and layout,
+         "the core does not read rows of {found}"),
         (lambda cache: any((shape := each.shape).softcap is not None or shape.scale != shape.head_dim**-0.5
                            for each in cache.attentions),
          "its logits are scaled or capped"),
         (lambda cache: reason(cache.run.plan.decode, NativeStep.of_rules), "{found}"),
     )  # fmt: skip
     of_rules: ClassVar[Objections] = (  # of decode
-        (lambda rule: not rule.method.traits.unbounded and type(rule.method) is not Quest,
-         "{it.name} does not rank pages by their extremes"),
+        (lambda rule: not rule.method.traits.unbounded and type(rule.method) not in (Quest, Sketch),
+         "{it.name} ranks neither pages by their extremes nor tokens by their sketches"),
         (lambda rule: getattr(rule.method, "prefilter", 0), "prefilter={found} ranks blocks first"),
+        (lambda rule: getattr(rule.method, "anchors", None), "layers reuse selections of others by {found}"),
+        (lambda rule: type(rule.method) is Sketch and 0 < rule.budget.window < rule.method.page_size - 1,
+         "window={it.budget.window} lets tokens of the page being filled compete, pages having {it.method.page_size}"),
         (lambda rule: type(rule.budget) is not Budget or rule.budget.layer_budgets != "equal",
          "layers have budgets of their own"),
         (lambda rule: rule.budget.mass is not None or rule.budget.head_budgets != "equal",
@@ -117,14 +126,16 @@ class NativeStep:
         try:
             for sequence, token in zip(ready, ids):
                 sequence.begin(token, *self._angles(sequence.start))
-            select_s = core.step(self._decoder, [each.core for each in ready], num_threads(None), logits.data_ptr())
+            select_s, estimated = core.step(
+                self._decoder, [each.core for each in ready], num_threads(None), logits.data_ptr()
+            )
         finally:
             for pool in pools:
                 pool.lock.release()
         if select_s < 0:
             raise InputError(NOT_FINITE)
-        for sequence in ready:
-            sequence.finish(select_s / len(ready))
+        for sequence, shares in zip(ready, estimated):
+            sequence.finish(select_s / len(ready), shares)
         return logits
 
     def _sequence(self, cache: SparseCache) -> NativeSequence | None:
@@ -161,6 +172,9 @@ class NativeSequence:
         self._moves = -1
         self._of_step: tuple[Tensor, ...] = ()  # whose addresses the core has
         self.core = core.DecodeSequence(self._stores[0].page_size)
+        self._sketch = next((kind for kind in self._stores[0].kinds if kind in SKETCHES), "")
+        if layout := _layout(cache):
+            self.core.keep_sketches(core.SketchFormat(*layout.numbers))
         self.start = 0
         self._view: TokenView | None = None  # of the next token; None: everything
 
@@ -187,7 +201,7 @@ class NativeSequence:
                 if tally is None or tally.sparse_queries % every == 0:
                     return False  # it is probed
         if sparse:
-            self._view = _view(rule, self._attentions[0].shape, self.start, sparse)
+            self._view = _view(rule, self._attentions[0].shape, self._dtype, self.start, sparse)
         return True
 
     def grow(self) -> None:
@@ -214,18 +228,18 @@ class NativeSequence:
         if (view := self._view) is not None:
             self.core.select(
                 view.layers, view.sinks_stop, view.window_start, view.candidates.first, view.candidates.count,
-                view.num_units, view.num_selections,
+                view.num_units, view.num_selections, view.by_sketches, view.rest,
             )  # fmt: skip
 
     def _point(self) -> None:
         """Tell the core where the pools are: they stay there while their locks are held, and ``moves`` is the same."""
         self.core.clear()
         for store, pool in zip(self._stores, self.pools):
-            rows = pool.summaries[BOUNDS] if BOUNDS in store.kinds else None
-            strides = pool.keys.stride(0), 0 if rows is None else rows.stride(0)
-            self.core.add_layer(pool.keys.data_ptr(), pool.values.data_ptr(), strides[0], _address(rows), strides[1])
+            summaries = [pool.summaries[kind] if kind in store.kinds else None for kind in (BOUNDS, self._sketch)]
+            rows = [(_address(each), 0 if each is None else each.stride(0)) for each in summaries]
+            self.core.add_layer(pool.keys.data_ptr(), pool.values.data_ptr(), pool.keys.stride(0), *rows[0], *rows[1])
 
-    def finish(self, select_s: float) -> None:
+    def finish(self, select_s: float, estimated: Sequence[float]) -> None:
         """Record that the core has stored and attended the token."""
         stats, stop = self._attentions[0].stats, self.start + 1
         note_token(self._stores, stop)
@@ -236,25 +250,32 @@ class NativeSequence:
             counted = [tallies[key] for key in self._keys]
         except KeyError:
             counted = [stats.tally(layer, "decode") for layer, _ in self._keys]
-        count_token(counted, stop, self._stores[0].token_bytes, self._dtype.itemsize, self._view, select_s)
+        count_token(counted, stop, self._stores[0].token_bytes, self._view, select_s, estimated)
 
 
-def _view(rule: Rule, shape: Any, start: int, layers: Sequence[int]) -> TokenView:
+def _view(rule: Rule, shape: LayerShape, dtype: torch.dtype, start: int, layers: Sequence[int]) -> TokenView:
     """What a token at ``start`` sees in sparse layers, as ``layer.selection`` computes it."""
     room, method = rule.budget.room(start, rule.unit_size), rule.method
-    assert isinstance(method, Quest)
-    num_units, num_selections = min(room.units, room.candidates.count), method.num_selections(shape)
-    read = room.candidates.count * shape.num_kv_heads * 2 * shape.head_dim  # numbers of summaries
+    assert isinstance(method, Quest | Sketch)
+    candidates, num_selections = room.candidates, method.num_selections(shape)
+    num_units = min(room.units, candidates.count)
+    if isinstance(method, Sketch):
+        pages = -(-candidates.stop // method.page_size) - candidates.first // method.page_size
+        page_bytes = sketch_layout(method.bits, shape.head_dim, method.page_size).width
+    else:
+        pages, page_bytes = candidates.count, 2 * shape.head_dim * dtype.itemsize
     return TokenView(
-        room.sinks_stop,
-        room.window_start,
-        room.candidates,
-        num_units,
-        num_selections,
-        tuple(layers),
-        read,
-        num_selections // shape.num_kv_heads,
-    )
+        room.sinks_stop, room.window_start, candidates, num_units, num_selections, tuple(layers),
+        bytes_read=pages * page_bytes * shape.num_kv_heads, lists=num_selections // shape.num_kv_heads,
+        by_sketches=isinstance(method, Sketch), rest=isinstance(method, Sketch) and method.rest,
+    )  # fmt: skip
+
+
+def _layout(cache: SparseCache) -> SketchLayout | None:
+    """The layout of the sketches that a cache maintains."""
+    store = cache.attentions[0].store
+    bits = next((SKETCHES[kind] for kind in store.kinds if kind in SKETCHES), None)
+    return None if bits is None else sketch_layout(bits, store.shape.head_dim, store.page_size)
 
 
 def _head_dim(step: DecoderStep) -> int:

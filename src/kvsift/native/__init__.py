@@ -4,7 +4,7 @@
 ``kvsift.native.twins`` has the same functions in plain torch.
 """
 
-from kvsift.native.attention import attend_dense, attend_units
+from kvsift.native.attention import attend_dense, attend_units, merge_estimate, takes_estimate
 from kvsift.native.codes import Codes
 from kvsift.native.loader import available, core, level, levels, num_threads, use_level, why_missing
 from kvsift.native.memory import advise_huge, bandwidth
@@ -27,12 +27,14 @@ __all__ = [
     "core",
     "level",
     "levels",
+    "merge_estimate",
     "num_threads",
     "page_scores",
     "scan",
     "scan_codes",
     "sketch_rows",
     "sketches_fit",
+    "takes_estimate",
     "takes_tokens",
     "use_level",
     "why_missing",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import HeadRows, address_of, check_attended, shape_of
+from kvsift.native.loader import AVAILABLE, core, num_threads
+from kvsift.native.shapes import ROW_DTYPES, HeadRows, address_of, check_attended, shape_of
+from kvsift.types import Part
 
 SHARE_TOKENS = 16  # of a page of shares
 
@@ -87,6 +88,29 @@ def attend_units(
         num_threads(threads), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return output.to(queries.dtype), lse
+
+
+def takes_estimate(part: Part, estimate: Part) -> bool:
+    """Whether the compiled core is available and merges these, of one query per head each."""
+    host = part.output.is_cpu and estimate.output.is_cpu
+    one = part.output.shape[0] == part.output.shape[2] == 1 and part.output.shape == estimate.output.shape
+    return AVAILABLE and host and one and part.output.dtype in ROW_DTYPES
+
+
+def merge_estimate(part: Part, estimate: Part) -> tuple[Part, float]:
+    """Attention over visible tokens, merged with an estimate of attention over the others as ``kernels.merge`` merges
+    it; with the share of the estimate, a mean over heads.
+
+    part, estimate: output [1, num_query_heads, 1, head_dim], lse [1, num_query_heads, 1]; ``takes_estimate`` holds.
+    """
+    output, lse = (each.clone(memory_format=torch.contiguous_format) for each in part)
+    values, values_lse = (each.float().contiguous() for each in estimate)
+    num_heads, head_dim = output.shape[1], output.shape[3]
+    total = core.merge_estimate(
+        output.dtype == torch.bfloat16, output.data_ptr(), lse.data_ptr(), values.data_ptr(), values_lse.data_ptr(),
+        num_heads, head_dim,
+    )  # fmt: skip
+    return Part(output, lse), total / num_heads
 
 
 def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:

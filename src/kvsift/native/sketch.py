@@ -51,15 +51,16 @@ def sketch_rows(layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tenso
 
 
 def choose_sketched(
-    queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int, *,
-    threads: int | None = None,
+    queries: Tensor, rows: HeadRows, layout: SketchLayout, scale: float, first: int, count: int, k: int,
+    num_selections: int, *, threads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The k candidates with the largest shares of attention, and attention over the others, both estimated.
 
     Args:
-        queries: [num_query_heads, head_dim] of one token, scaled and rotated.
+        queries: [num_query_heads, head_dim] of one token.
         rows: uint8 [num_kv_heads, num_pages, layout.width] of the pages of the candidates, a tensor or ``PooledRows``.
         layout: of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
+        scale: logit = scale * q.k.
         first: tokens of the first page before the first candidate.
         count: candidates, which end in the last page.
         k: candidates of each selection.
@@ -77,7 +78,7 @@ def choose_sketched(
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
     output, lse = torch.empty_like(q), q.new_empty(q.shape[0])
     core.choose_sketched(
-        _sketches(rows, layout), q.data_ptr(), q.shape[0], *address_of(rows), first, count, ids.shape[1],
+        _sketches(rows, layout), q.data_ptr(), q.shape[0], scale, *address_of(rows), first, count, ids.shape[1],
         num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse

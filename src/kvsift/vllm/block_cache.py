@@ -229,7 +229,7 @@ def attend_token(
     selector, view = Selector(shape, rule, "decode", None, 0, messages, tally), view_of(rule, segment)
     selection = selector.select_in(view)(segment, reader)
     part, visible = attend_sparse(shape, segment, reader, view, selection)
-    part = part if selection is None else with_estimates(part, selection)
+    part = part if selection is None else with_estimates(part, selection)[0]
     part = part if sink_logit is None else with_sink_logit(part, sink_logit)
     tally.add_query(float(visible), length, cache.token_bytes)
     if is_probed:
