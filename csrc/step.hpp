@@ -91,7 +91,7 @@ class StepSequence {
         listed_states(listed, decoder.num_query_heads, queries.stride()) {
     std::vector<std::int64_t> ids;
     slot = tokens.range(sequence.position, sequence.position + 1, ids).start;
-    if (!sequence.selects) return;
+    if (!selects()) return;
     chosen.resize(std::size_t(sequence.rule.num_selections * sequence.rule.num_units));
     if (by_sketches()) {
       prepare_sketches(decoder, rotation);
@@ -103,8 +103,9 @@ class StepSequence {
   StepSequence(const StepSequence&) = delete;
 
   bool is_dense(std::size_t layer) const { return sequence.layers[layer].dense; }
-  bool by_sketches() const { return sequence.selects && sequence.rule.by_sketches; }
-  bool by_extremes() const { return sequence.selects && !sequence.rule.by_sketches; }
+  bool selects() const { return sequence.selects && sequence.rule.num_candidates > 0; }  // or there are only spans
+  bool by_sketches() const { return selects() && sequence.rule.by_sketches; }
+  bool by_extremes() const { return selects() && !sequence.rule.by_sketches; }
   bool ranks(std::size_t layer) const { return !is_dense(layer) && (sequence.rule.num_units > 0 || sequence.rule.rest); }
   bool estimates(std::size_t layer) const { return !is_dense(layer) && by_sketches() && sequence.rule.rest; }
   const std::vector<Piece>& pieces(std::size_t layer) const { return is_dense(layer) ? dense : listed; }
@@ -158,8 +159,8 @@ class StepSequence {
     return {runs.data(), sequence.num_runs, sequence.num_pool_pages * sequence.page_size, 0, sequence.position + 1};
   }
   static SlotTable candidate_table(const DecodeSequence& sequence) {
-    if (!sequence.selects) return SlotTable(0);
     const SelectionRule& rule = sequence.rule;
+    if (!sequence.selects || rule.num_candidates == 0) return SlotTable(0);
     const int per_page = rule.by_sketches ? sequence.page_size : 1;
     const std::int64_t first = rule.first_candidate / per_page, last = (rule.first_candidate + rule.num_candidates - 1) / per_page;
     return {sequence.runs, sequence.num_runs, sequence.num_pool_pages, first, last + 1 - first};
@@ -327,7 +328,7 @@ class DecodeStep {
       for (int q = first; q < first + group(); ++q) {
         for (int i = 0; i < width; ++i) query[i] = load(heads + q * width + i);
         own.queries.set(q, 0, query, width);
-        if (pages.dense) continue;
+        if (pages.dense || !own.selects()) continue;
         for (int i = 0; i < width; ++i)
           if (!std::isfinite(query[i])) throw NotFinite();
         if (own.by_extremes()) own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);

@@ -111,7 +111,7 @@ def test_short_contexts_are_dense_on_a_cpu_where_that_is_faster(llama: Path, mon
 
 
 @pytest.mark.parametrize(
-    "options", [{"dense_below": 0}, {"deterministic": True}, {"path": "composed"}, {"plan": "streaming_llm:budget=64"}]
+    "options", [{"dense_below": 0}, {"deterministic": True}, {"path": "composed"}, {"plan": "oracle_tokens:budget=128"}]
 )
 @pytest.mark.usefixtures("measures")
 def test_nothing_is_measured_where_steps_must_not_depend_on_it(

@@ -26,7 +26,7 @@ SKETCH = "sketch:budget=48:window=16"
 PLANS = [
     "dense", QUEST, f"{QUEST}:dense_layers=none", f"{QUEST}:heads=query:dense_layers=1:sinks=0", SKETCH,
     f"{SKETCH}:bits=2:dense_layers=none", f"{SKETCH}:heads=query:rest=false:dense_layers=1:sinks=0",
-    "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0",
+    "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0", "streaming_llm:budget=48:dense_layers=1",
 ]  # fmt: skip
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 
@@ -231,7 +231,7 @@ def test_layers_that_reuse_selections_of_others_are_composed(tmp_path: Path) -> 
         ("quest:mass=0.9", "different lengths"),
         ("quest:budget=64:layer_budgets=pyramid:window=8", "of their own"),
         ("quest:budget=64:window=0", "window=0"),
-        ("streaming_llm:budget=64", "ranks neither"),
+        ("streaming_llm:budget=64:positions=cache", "numbers tokens anew"),
         ("h2o:budget=64:window=8", "observes|not in pages|drops"),
     ],
 )

@@ -15,6 +15,8 @@ from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.hf.sparse import SparseCache, make_cache
+from kvsift.models.native_step import NativeStep
+from kvsift.plan.capabilities import reason
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.tuned_plan import ModelPlans
@@ -87,8 +89,8 @@ class Engine(ModelRunner):
     def _crossover_of(self, plan: Plan, rule: Rule, length: int) -> int:
         """Where the decode steps of a plan become faster than dense ones on a CPU; 0 elsewhere."""
         fused = None if self.device.type != "cpu" or self.deterministic else self.fast_path.fused(self.model)
-        if fused is None or reason_against(plan) is not None:
-            return 0
+        if fused is None or (reason_against(plan) and reason(rule, NativeStep.of_rules)):
+            return 0  # its steps are composed everywhere
         rule = replace(rule, budget=replace(rule.budget, min_context=0))
         return self._crossover.of(rule, length, fused)
 

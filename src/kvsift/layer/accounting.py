@@ -167,10 +167,10 @@ class TokenView(NamedTuple):
     num_units: int
     num_selections: int
     layers: tuple[int, ...]
-    bytes_read: int
-    lists: int
-    by_sketches: bool
-    rest: bool
+    bytes_read: int = 0
+    lists: int = 0
+    by_sketches: bool = False
+    rest: bool = False
 
 
 def count_token(

@@ -20,6 +20,7 @@ from kvsift.layer.accounting import TokenView, count_token
 from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
+from kvsift.methods.streaming_llm import StreamingLLM
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.projection import Projection
@@ -31,7 +32,7 @@ from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import HostStore, PagedStore, note_token
-from kvsift.types import LayerShape, Objections
+from kvsift.types import Candidates, LayerShape, Objections
 
 BOUNDS = "minmax"  # the kind of page summary by which the step ranks pages; SKETCHES are those by which it ranks tokens
 Angles = Callable[[int], tuple[Tensor, Tensor]]
@@ -75,8 +76,9 @@ class NativeStep:
         (lambda cache: reason(cache.run.plan.decode, NativeStep.of_rules), "{found}"),
     )  # fmt: skip
     of_rules: ClassVar[Objections] = (  # of decode
-        (lambda rule: not rule.method.traits.unbounded and type(rule.method) not in (Quest, Sketch),
+        (lambda rule: not rule.traits.unbounded and type(rule.method) not in (Quest, Sketch, StreamingLLM),
          "{it.name} ranks neither pages by their extremes nor tokens by their sketches"),
+        (lambda rule: rule.traits.repositions, "positions=cache numbers tokens anew"),
         (lambda rule: getattr(rule.method, "prefilter", 0), "prefilter={found} ranks blocks first"),
         (lambda rule: getattr(rule.method, "anchors", None), "layers reuse selections of others by {found}"),
         (lambda rule: type(rule.method) is Sketch and 0 < rule.budget.window < rule.method.page_size - 1,
@@ -255,7 +257,11 @@ class NativeSequence:
 
 def _view(rule: Rule, shape: LayerShape, dtype: torch.dtype, start: int, layers: Sequence[int]) -> TokenView:
     """What a token at ``start`` sees in sparse layers, as ``layer.selection`` computes it."""
-    room, method = rule.budget.room(start, rule.unit_size), rule.method
+    method = rule.method
+    if isinstance(method, StreamingLLM):
+        spans = rule.budget.always(start, rule.unit_size, fill=True)
+        return TokenView(*spans, Candidates(0, 0, 1), 0, shape.num_kv_heads, tuple(layers))
+    room = rule.budget.room(start, rule.unit_size)
     assert isinstance(method, Quest | Sketch)
     candidates, num_selections = room.candidates, method.num_selections(shape)
     num_units = min(room.units, candidates.count)

@@ -74,13 +74,13 @@ def attend_sparse(
     spans = view.spans
     if view.reposition is not None:
         return attend_repositioned(shape, segment, reader, view, selection)
-    if selection is None:
-        return attend_spans(shape, segment, reader, spans)
-    plain, num_queries = selection.log_weight is None, segment.num_queries
+    plain, num_queries = selection is None or selection.log_weight is None, segment.num_queries
     if plain and num_queries == 1 and reader.in_place:
         queries, keys = segment.queries[0].squeeze(1), reader.keys_in_place()
         if supports(queries, keys):
             return _attend_in_place(shape, segment, queries, keys, reader.values_in_place(), view, selection)
+    if selection is None:
+        return attend_spans(shape, segment, reader, spans)
     chosen = gather(shape, reader, selection)
     together = plain and selection.full and view.whole_units
     part, visible = attend_spans(shape, segment, reader, spans, chosen if together else None)
@@ -92,16 +92,18 @@ def attend_sparse(
 
 def _attend_in_place(
     shape: LayerShape, segment: Segment, queries: Tensor, keys: HeadRows, values: HeadRows, view: View,
-    selection: Selection,
+    selection: Selection | None,
 ) -> tuple[Part, float | Tensor]:  # fmt: skip
     """As ``attend_sparse``, of the one query of a segment, [num_query_heads, head_dim], over rows read in place."""
-    (sinks_stop, window_start), units, unit_size = view.spans[0], selection.units, selection.unit_size
+    sinks_stop, window_start = view.spans[0]
+    units = torch.empty(shape.num_kv_heads, 0, dtype=torch.int64) if selection is None else selection.units
+    unit_size = 1 if selection is None else selection.unit_size
     window_start = min(window_start, segment.stop)
     spans = [(0, sinks_stop), (window_start, segment.stop)]
     output, lse = native.attend_units(queries, keys, values, units, unit_size, spans, shape.scale, shape.softcap)
     part = Part(output.view(segment.queries.shape), lse.view(segment.queries.shape[:3]))
     always = sinks_stop + segment.stop - window_start
-    if selection.full and view.whole_units:
+    if selection is None or (selection.full and view.whole_units):
         return part, always + units.shape[1] * unit_size
     stored = (segment.stop - units * unit_size).clamp(0, unit_size).masked_fill(units < 0, 0)
     return part, always + stored.sum(1).double().mean()
