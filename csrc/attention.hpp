@@ -247,7 +247,7 @@ inline std::vector<Slots> slots_of_spans(const std::vector<Span>& spans, const S
   return slots;
 }
 
-constexpr std::int64_t kUnitTokens = 1024;  // of listed units or spans, in a piece
+constexpr std::int64_t kUnitTokens = 256;  // of listed units or spans, in a piece: few heads keep several threads busy
 
 inline void attend_units(const Attention& call, const Units& units, const std::vector<Span>& spans) {
   const int group = call.group();

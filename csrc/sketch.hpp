@@ -116,7 +116,7 @@ class SketchHead {
       vote(q, sharing);
       std::int64_t* ids = call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k;
       best_.positions(votes_.data() + call_->first, call_->count, call_->k, ids);
-      for (int i = q; i < q + sharing; ++i) drop(i, ids);
+      drop(q, sharing, ids);
     }
   }
 
@@ -207,13 +207,22 @@ class SketchHead {
     }
   }
 
-  // Drops the weights of chosen candidates, ascending.
-  void drop(int q, const std::int64_t* ids) {
+  // Drops the weights that queries from q on have for chosen candidates, ascending.
+  void drop(int q, int sharing, const std::int64_t* ids) {
     const int page_size = call_->rows.format.page_size;
+    std::uint16_t kept[kSketchTokens];  // of a page: all bits, or none
     for (std::int64_t i = 0; i < call_->k;) {
-      const std::int64_t page = (call_->first + ids[i]) / page_size;
-      for (; i < call_->k && call_->first + ids[i] < (page + 1) * page_size; ++i) weight(q, call_->first + ids[i]) = 0;
-      sum_page(q, page);
+      const std::int64_t page = (call_->first + ids[i]) / page_size, start = page * page_size - call_->first;
+      std::fill_n(kept, page_size, std::uint16_t(0xffff));
+      for (; i < call_->k && ids[i] < start + page_size; ++i) {
+        const int token = int(ids[i] - start);
+        kept[token / 16 * 16 + weight_position(token % 16)] = 0;
+      }
+      for (int j = q; j < q + sharing; ++j) {
+        std::uint16_t* own = weights(j) + page * page_size;
+        for (int t = 0; t < page_size; ++t) own[t] &= kept[t];
+        sum_page(j, page);
+      }
     }
   }
 

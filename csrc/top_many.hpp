@@ -8,43 +8,71 @@
 
 namespace kvsift {
 
-// As top_positions, but scores are only read twice if k is small beside their number. Keeps its memory.
+// As top_positions, by counts of the scores that reach a threshold, which is halved in: no branch depends on a score. Keeps
+// its memory.
 class TopOfMany {
  public:
   void positions(const float* scores, std::int64_t count, std::int64_t k, std::int64_t* positions) {
-    constexpr std::int64_t kSets = 4;  // for each of the k: more cost time, fewer let more scores pass
     if (k == 0) return;
-    const std::int64_t run = count / (kSets * k);
-    const std::int64_t passing = run < 2 ? 0 : pass(scores, count, run, k);
-    if (passing < k) return top_positions(scores, count, k, positions);  // also if many are NaN
-    kept_.clear();
-    for (std::int64_t i = 0; i < passing; ++i) {
-      const std::int32_t position = passed_[std::size_t(i)];
-      kept_.emplace_back(scores[position], std::uint32_t(position));
+    passing_.resize(std::size_t(count));
+    const std::int64_t num_passing = pass(scores, count, k);
+    const float* among = scores;
+    if (num_passing > 0) {
+      kept_.resize(std::size_t(num_passing));
+      for (std::int64_t i = 0; i < num_passing; ++i) kept_[std::size_t(i)] = scores[passing_[std::size_t(i)]];
+      among = kept_.data(), count = num_passing;
     }
-    order_ = kept_;
-    const auto kth = order_.begin() + std::ptrdiff_t(k - 1);
-    std::nth_element(order_.begin(), kth, order_.end(), std::greater<Scored>());
-    for (const Scored& item : kept_)
-      if (!(*kth > item)) *positions++ = item.id();
+    const Threshold last = threshold(among, count, k);
+    if (last.reaching < k) return top_positions(scores, count, k, positions);  // NaN reaches nothing
+    chosen_.resize(std::size_t(count));
+    kernels().above(among, count, below(last.score), chosen_.data());
+    std::int64_t left = last.reaching == k ? k : k - kernels().count_above(among, count, last.score);  // of equal scores
+    for (std::int64_t i = 0; i < last.reaching; ++i) {
+      const std::int32_t at = chosen_[std::size_t(i)];
+      if (last.reaching == k || among[at] > last.score || left-- > 0)
+        *positions++ = num_passing > 0 ? passing_[std::size_t(at)] : at;
+    }
   }
 
  private:
+  struct Threshold {
+    float score;
+    std::int64_t reaching;  // scores that are no less
+  };
+
+  static float below(float score) { return std::nextafter(score, -std::numeric_limits<float>::infinity()); }
+
+  // The k-th largest score, or a number above the next one; fewer than k reach -infinity if too many are NaN.
+  static Threshold threshold(const float* scores, std::int64_t count, std::int64_t k) {
+    std::uint32_t low = rank_of(-std::numeric_limits<float>::infinity()) + 1;
+    std::uint32_t high = rank_of(std::numeric_limits<float>::infinity()) + 1;  // fewer than k reach it
+    Threshold found{score_of(low), kernels().count_above(scores, count, below(score_of(low)))};
+    while (found.reaching > k && high - low > 1) {
+      const std::uint32_t middle = low + (high - low) / 2;
+      const std::int64_t reaching = kernels().count_above(scores, count, score_of(middle - 1));
+      if (reaching < k)
+        high = middle;
+      else
+        low = middle, found = {score_of(middle), reaching};
+    }
+    return found;
+  }
+
   // Finds the scores that are no less than the k-th largest maximum of disjoint sets, as k scores at least are -> their
-  // number, less than k if there is no such maximum.
-  std::int64_t pass(const float* scores, std::int64_t count, std::int64_t run, std::int64_t k) {
+  // number; 0 if there are too few sets for that.
+  std::int64_t pass(const float* scores, std::int64_t count, std::int64_t k) {
+    constexpr std::int64_t kSets = 4;  // for each of the k: more cost time, fewer let more scores pass
+    const std::int64_t run = count / (kSets * k);
+    if (run < 2) return 0;
     maxima_.resize(std::size_t(count / run) + 1);
     const std::int64_t num_sets = kernels().set_maxima(scores, count, run, maxima_.data());
     if (num_sets < k) return 0;
-    const auto kth = maxima_.begin() + std::ptrdiff_t(k - 1);
-    std::nth_element(maxima_.begin(), kth, maxima_.begin() + std::ptrdiff_t(num_sets), std::greater<float>());
-    passed_.resize(std::size_t(count));
-    return kernels().above(scores, count, std::nextafter(*kth, -std::numeric_limits<float>::infinity()), passed_.data());
+    const Threshold least = threshold(maxima_.data(), num_sets, k);
+    return least.reaching < k ? 0 : kernels().above(scores, count, below(least.score), passing_.data());
   }
 
-  std::vector<float> maxima_;
-  std::vector<std::int32_t> passed_;
-  std::vector<Scored> kept_, order_;
+  std::vector<float> maxima_, kept_;
+  std::vector<std::int32_t> passing_, chosen_;
 };
 
 }  // namespace kvsift

@@ -104,6 +104,8 @@ struct Kernels {
                     int width, float* scores, std::int64_t stride);
   // positions of the scores above a threshold, ascending -> their number
   std::int64_t (*above)(const float* scores, std::int64_t count, float threshold, std::int32_t* positions);
+  // number of the scores above a threshold
+  std::int64_t (*count_above)(const float* scores, std::int64_t count, float threshold);
   // a sum over all bytes: the compiler cannot leave out the read
   std::uint64_t (*read)(const void* memory, std::int64_t bytes);
   // weights of the tokens of a block; those that are no candidates get 2^-126
