@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ PLANS = [
     "snapkv:budget=128:window=16:evict=true",
     "quest:budget=64:window=16:dense_layers=none:min_recovery=0.97",
 ]
-KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense")
+KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall")
 GREEDY = Sampling()
 
 
@@ -62,6 +62,15 @@ def alone(llm: LLM, *arguments: Any, **options: Any) -> Sequence:
     take_steps(llm, [seq])
     llm.loop.close(seq)
     return seq
+
+
+def together(llm: LLM, cases: Iterable[tuple[Any, ...]]) -> list[Sequence]:
+    """Sequences that come at once, each with its arguments of ``new_sequence``."""
+    seqs = [new_sequence(llm, *case) for case in cases]
+    for seq in seqs:
+        llm.loop.submit(seq)
+    take_steps(llm, seqs)
+    return seqs
 
 
 def tokens(seq: Sequence) -> list[int]:

@@ -13,7 +13,7 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
-from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
 
@@ -162,7 +162,7 @@ def test_few_tokens(max_new_tokens: int, eager: LLM, composed: LLM) -> None:
 def test_what_is_left_moves_to_fewer_slots(
     llama: Path, composed: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_sequences, "MOVE_STEPS", 1)
+    monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     free = answers(composed, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=[free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]])
     llm = LLM(directory, QUEST, path="eager")

@@ -17,8 +17,8 @@ from kvsift.api.answer import Answer
 from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.block_launches import Drafts
-from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.graphs.feeds import Shift
+from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Pace
@@ -410,14 +410,14 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
 
 def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     other = open_llm(Path(llm.directory.path), llm.fast_path._path)
-    open_session, failures = FastPath.over_pool, [1]
+    blocks, failures = Session.blocks, [1]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if failures and failures.pop():
             raise torch.OutOfMemoryError("no memory for angles")
-        return open_session(*arguments, **options)
+        return blocks(*arguments, **options)
 
-    monkeypatch.setattr(FastPath, "over_pool", failing)
+    monkeypatch.setattr(Session, "blocks", failing)
     seqs = [new_sequence(other, text_of(100 + number), "dense", 10) for number in range(2)]
     for seq in seqs:
         other.loop.submit(seq)

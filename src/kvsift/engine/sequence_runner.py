@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.graphs.block_groups import BlockGroup
-from kvsift.engine.graphs.sequence_groups import Group, PoolSession, SequenceGroup
-from kvsift.engine.graphs.session import STEADY_SLOTS, Session
+from kvsift.engine.graphs.sequence_groups import Group, SequenceGroup
+from kvsift.engine.graphs.session import STEADY_SLOTS
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
@@ -260,12 +260,12 @@ class SequenceRunner:
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is SequenceGroup
-        keeps_bits = kind is BlockGroup and self._runner.fast_path.keeps_bits(self._runner.model)
-        source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
+        runner, open_cache = self._runner, partial(self._open_cache, rotation)
+        session = runner.fast_path.over_pool(runner.model, kv, open_cache, rotation, steady)
         if steady:
-            source.expect(self.longest or 1)
+            session.expect(self.longest or 1)
         most = STEADY_SLOTS if kind is BlockGroup or steady else OPEN_SEQUENCES * self._max_seqs
-        self._groups.append(kind(source, rotation, most))
+        self._groups.append(kind(session, rotation, most))
         return self._groups[-1]
 
     @property
@@ -300,17 +300,14 @@ class SequenceRunner:
             return "probabilities are kept"
         return self._runner.composed_reason(seq.request.plan)
 
-    def _open_session(
-        self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
-    ) -> Session:
-        """Captured steps over the pool of a table."""
-        runner = self._runner
-        cache = runner.new_cache(Plan(None, rule), 0)
+    def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:
+        """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""
+        cache = self._runner.new_cache(Plan(None, rule), 0)
         cache.run.kv, cache.run.table = table.kv, table
         cache.pin(rotation)
-        cache.adopt(self._shapes, self._like, 0, False, runner.chunk_size)
+        cache.adopt(self._shapes, self._like, 0, False, self._runner.chunk_size)
         cache.reserve_rows([0])  # and the scratch page
-        return runner.fast_path.over_pool(runner.model, cache, max_pages, steady)
+        return cache
 
     def recall(self, seq: Sequence) -> None:
         """Let a sequence that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for
