@@ -46,7 +46,7 @@ def new_sequence(
     parsed = parse_plan(plan)
     runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed)
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
-    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), exact=exact_decoder(llm, request))
+    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
 
 
 def take_steps(llm: LLM, seqs: list[Sequence], after_step: Callable[[], object] = lambda: None) -> None:

@@ -224,7 +224,7 @@ class Document(Uncopied):
         runner.load()
         started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
         seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
-        runner.loop.restore(seq, saved.rotation, partial(saved.fill, runner=runner))
+        runner.loop.restore_prefix(seq, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
         self._prefix = prefix
 

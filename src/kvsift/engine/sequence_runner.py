@@ -103,7 +103,7 @@ class SequenceRunner:
 
     def begin(self, seq: Sequence, cache: SparseCache) -> None:
         """Set up a cache for the answer of a sequence."""
-        if seq.exact is not None:
+        if seq.decoder is not None:
             cache.run.exact, cache.stats.probe_every = "dense", 0
 
     def forks(self, cache: SparseCache) -> bool:
@@ -150,7 +150,7 @@ class SequenceRunner:
         cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
 
     @torch.inference_mode()
-    def restore(self, seq: Sequence) -> None:
+    def fill_from_source(self, seq: Sequence) -> None:
         """Let the source of a sequence fill its cache."""
         assert seq.source is not None
         assert seq.cache is not None
@@ -221,8 +221,8 @@ class SequenceRunner:
         fused = self._fused()
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert seq.cache is not None
-        assert seq.exact is not None
-        seq.cache.run.exact = "dense" if seq.exact.is_paused else "learning"
+        assert seq.decoder is not None
+        seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
         return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
     def undo(self, seq: Sequence) -> None:
@@ -288,13 +288,13 @@ class SequenceRunner:
         return count
 
     def _takes_blocks(self, seq: Sequence) -> bool:
-        return self._runner.fast_path.takes_blocks(seq.request.plan, seq.exact is not None, self._runner.model)
+        return self._runner.fast_path.takes_blocks(seq.request.plan, seq.decoder is not None, self._runner.model)
 
     def _composed_reason(self, seq: Sequence) -> str | None:
         """Why the steps of a sequence are composed; None: they are captured."""
         if seq.observer is not None:
             return "what is selected is recorded"
-        if seq.exact is not None and not self._takes_blocks(seq):
+        if seq.decoder is not None and not self._takes_blocks(seq):
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
@@ -304,7 +304,7 @@ class SequenceRunner:
         """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""
         cache = self._runner.new_cache(Plan(None, rule), 0)
         cache.run.kv, cache.run.table = table.kv, table
-        cache.pin(rotation)
+        cache.rotation = rotation
         cache.adopt(self._shapes, self._like, 0, False, self._runner.chunk_size)
         cache.reserve_rows([0])  # and the scratch page
         return cache
@@ -353,7 +353,7 @@ class SequenceRunner:
         if fused is None or not fused.joins:
             return [[seq] for seq in seqs]
         plans = [seq.request.plan for seq in seqs]
-        joins = [plan.can_undo and not plan.wants_hidden and seq.exact is None for seq, plan in zip(seqs, plans)]
+        joins = [plan.can_undo and not plan.wants_hidden and seq.decoder is None for seq, plan in zip(seqs, plans)]
         joined = [seq for seq, is_joined in zip(seqs, joins) if is_joined]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([seq] for seq in seqs if seq not in joined)]

@@ -91,7 +91,7 @@ class BlockGroup(Group[SequenceBlocks]):
         cache = seq.cache
         assert cache is not None
         pages = torch.tensor(cache.table.planned(0), dtype=torch.int32, device=cache.attentions[0].like.device)
-        taken = {kept.place for each, kept in self._seqs.items() if (each.exact is None) == (seq.exact is None)}
+        taken = {kept.place for each, kept in self._seqs.items() if (each.decoder is None) == (seq.decoder is None)}
         place = next(place for place in count() if place not in taken)
         self._seqs[seq] = SequenceBlocks(
             cache, pages, seq.request.sampling, rule_of(seq.request.plan), place, self.setup_s
@@ -136,7 +136,7 @@ class BlockGroup(Group[SequenceBlocks]):
         if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
             slots.assign_blocks(self._blocks_of(seqs, [[seq.token] for seq in seqs]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
-        is_paused = all(seq.exact is None or seq.exact.is_paused for seq in seqs)
+        is_paused = all(seq.decoder is None or seq.decoder.is_paused for seq in seqs)
         after = None
         if is_paused and step.number + 1 < PLAIN_STEPS and all(seq.request.length - seq.num_cached > 2 for seq in seqs):
             after = launch_plain(slots, kind, [], step.number + 1)
@@ -307,10 +307,10 @@ class BlockGroup(Group[SequenceBlocks]):
 
     def _number(self, seq: Sequence) -> int:
         """Of the part that a sequence belongs to; those of exact sequences are odd."""
-        return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.exact is not None)
+        return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.decoder is not None)
 
     def _sequences_of_part(self, seq: Sequence) -> int:
-        return self._dense_seqs if seq.exact is None else BLOCK_SEQUENCES
+        return self._dense_seqs if seq.decoder is None else BLOCK_SEQUENCES
 
     def _assignment(self, place: SequencePlace) -> Assignment:
         kept = self._seqs[place.seq]
