@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ PLANS = [
     "snapkv:budget=128:window=16:evict=true",
     "quest:budget=64:window=16:dense_layers=none:min_recovery=0.97",
 ]
-KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense")
+KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall")
 GREEDY = Sampling()
 
 
@@ -46,7 +46,7 @@ def new_sequence(
     parsed = parse_plan(plan)
     runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed, len(ids) + num_tokens, exact)
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
-    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), exact=exact_decoder(llm, request))
+    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
 
 
 def take_steps(llm: LLM, seqs: list[Sequence], after_step: Callable[[], object] = lambda: None) -> None:
@@ -62,6 +62,15 @@ def alone(llm: LLM, *arguments: Any, **options: Any) -> Sequence:
     take_steps(llm, [seq])
     llm.loop.close(seq)
     return seq
+
+
+def together(llm: LLM, cases: Iterable[tuple[Any, ...]]) -> list[Sequence]:
+    """Sequences that come at once, each with its arguments of ``new_sequence``."""
+    seqs = [new_sequence(llm, *case) for case in cases]
+    for seq in seqs:
+        llm.loop.submit(seq)
+    take_steps(llm, seqs)
+    return seqs
 
 
 def tokens(seq: Sequence) -> list[int]:

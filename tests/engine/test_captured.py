@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from engine import loop_sequences
-from engine.mixed_sequences import decode
 from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
 from kvsift.calibration.fidelity import DecodedText, FidelityScorer
-from kvsift.engine.graphs import captured_sequences, fast_path
+from kvsift.engine.graphs import fast_path, sequence_groups
 from kvsift.engine.sampling import CHOICES
 from kvsift.engine.sequence import Sequence
 from kvsift.plan.syntax import parse_plan
@@ -187,7 +186,7 @@ def test_sequences_end_where_they_say_so_themselves(directory: Path, tmp_path: P
 def test_what_is_left_moves_to_fewer_slots(
     sampling: Sampling | None, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_sequences, "MOVE_STEPS", 1)
+    monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     free = answers(llm(directory), max_new_tokens=80)
     ends = [free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]]
     ending = write_model(tmp_path, eos_token_id=ends, **SIZES)
@@ -292,15 +291,14 @@ def test_sequences_of_several_plans_answer_as_each_does_alone(directory: Path) -
         "quest:ratio=0.4:window=32:sinks=20:dense_layers=0+2",
         "quest:budget=512:window=16:dense_layers=none",
     ]
-    model = llm(directory, "composed")
-    prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS[:2] + TEXTS[3:]]
+    cases = list(zip(TEXTS[:2] + TEXTS[3:], plans, [31] * len(plans), [Sampling(), SAMPLED] * 2))
     for dense_below in (0, 1270):
-        options = {"steps": 30, "dense_below": dense_below, "capture": True}
-        together = decode(model.model, plans, prompts, [Sampling(), SAMPLED] * 2, **options)
-        for plan, prompt, sampling, found in zip(plans, prompts, [Sampling(), SAMPLED] * 2, together):
-            alone = decode(model.model, [plan], [prompt], [sampling], **options)[0]
-            assert found[0] == alone[0]
-            assert {**found[1], "recall": None} == {**alone[1], "recall": None}
+        model = loop_sequences.new_llm(directory, "captured", "cuda", dense_below=dense_below)
+        for seq, case in zip(loop_sequences.together(model, cases), cases):
+            lone = loop_sequences.alone(model, *case)
+            assert loop_sequences.tokens(seq) == loop_sequences.tokens(lone)
+            found, expected = (loop_sequences.counters(each) for each in (seq, lone))
+            assert {**found, "recall": None} == {**expected, "recall": None}
 
 
 def test_the_crossover_is_measured_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

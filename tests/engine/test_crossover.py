@@ -13,7 +13,7 @@ from engine.tiny_directory import text_of
 
 from kvsift.api.llm import LLM
 from kvsift.engine.graphs.crossover import LEAST, NEVER, HostCrossover, crossover_length
-from kvsift.engine.graphs.session import round_up, sequence_lengths
+from kvsift.engine.graphs.session import round_up
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.syntax import parse_plan
 
@@ -40,11 +40,6 @@ def test_capacities_come_in_few_sizes_and_waste_little() -> None:
     assert all(pages <= size <= max(pages * 17 / 16, pages + 8) for pages, size in sizes.items())
     assert len({size for pages, size in sizes.items() if 8192 < pages <= 16384}) == 16
     assert round_up(8192 + 4) == 8192 + 512
-
-
-def test_sequences_are_reserved_for_a_whole_bucket() -> None:
-    assert sequence_lengths([100, 20, 30], 16) == [128, 128, 128, 0]
-    assert sequence_lengths([1000], 16) == [1024]
 
 
 QUEST = "quest:budget=128:window=16:dense_layers=none"

@@ -13,7 +13,7 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.api.answer import Answer
-from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
 
@@ -162,7 +162,7 @@ def test_few_tokens(max_new_tokens: int, eager: LLM, composed: LLM) -> None:
 def test_what_is_left_moves_to_fewer_slots(
     llama: Path, composed: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_sequences, "MOVE_STEPS", 1)
+    monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     free = answers(composed, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=[free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]])
     llm = LLM(directory, QUEST, path="eager")
@@ -281,18 +281,21 @@ def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> Non
                 assert one.new_prompt_tokens == other.new_prompt_tokens
 
 
-def test_a_document_keeps_its_steps_from_question_to_question(llama: Path) -> None:
-    llm = LLM(llama, QUEST, path="eager")
-    document = llm.read(TEXTS[0])
-    document.ask("How many sacks?", max_new_tokens=5)
-    [group] = llm.loop._runner._groups  # type: ignore[attr-defined]
-    session = group._source._session
-    assert session is not None
-    document.ask("Which mill?", max_new_tokens=50)
-    assert group._source._session is session
+def test_a_document_keeps_its_steps_from_question_to_question(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Slots] = []
+    new = Slots.__init__
+
+    def watched(slots: Slots, *arguments: Any) -> None:
+        made.append(slots)
+        new(slots, *arguments)
+
+    monkeypatch.setattr(Slots, "__init__", watched)
+    document = LLM(llama, QUEST, path="eager").read(TEXTS[0])
+    for count in (5, 50):
+        document.ask("How many sacks?", max_new_tokens=count)
+        assert len(made) == 1
     long = document.ask("Which mill?", max_new_tokens=900)  # more than was reserved
-    assert llm.loop._runner._groups == [group]  # type: ignore[attr-defined]
-    assert group._source._session is not session
+    assert len(made) == 2
     assert long.token_ids == LLM(llama, QUEST).read(TEXTS[0]).ask("Which mill?", max_new_tokens=900).token_ids
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.graphs import sequence_groups
 
 COUNTERS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense", "recall")
 
@@ -48,7 +48,7 @@ def test_random_batches_answer_as_on_the_composed_path(
     directory = write_model(tmp_path, ["Llama", "Qwen3", "Phi3"][seed % 3], num_key_value_heads=rng.choice([1, 2, 4]))
     fast, slow = LLM(directory, path="eager"), LLM(directory)
     for _ in range(5):
-        monkeypatch.setattr(captured_sequences, "MOVE_STEPS", rng.choice([1, 512]))
+        monkeypatch.setattr(sequence_groups, "MOVE_STEPS", rng.choice([1, 512]))
         plan, (texts, options) = random_plan(rng), random_batch(rng)
         for one, other in zip(fast.generate(texts, plan=plan, **options), slow.generate(texts, plan=plan, **options)):
             said = plan, len(texts), options

@@ -17,8 +17,8 @@ from kvsift.api.answer import Answer
 from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.block_launches import Drafts
-from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.graphs.feeds import Shift
+from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Pace
@@ -137,7 +137,7 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
         plan = PLANS[1] if exact else "dense"
         seq = new_sequence(llm, text_of(300), plan, num_tokens, SAMPLINGS[2], exact=exact)
         if exact:
-            seq.exact.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
+            seq.decoder.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
         take = seq.output.take
 
         def chosen(logits: object, probe_s: float) -> tuple[int, str]:
@@ -208,7 +208,7 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     texts, seqs = [text_of(length) for length in (200, 320, 510)], list[Sequence]()
     for number, text in enumerate(texts):
         seq = new_sequence(llm, text, PLANS[0], 60, sampling, exact=True)
-        seq.exact.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
+        seq.decoder.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
         llm.loop.submit(seq)
         seqs.append(seq)
     take_steps(llm, seqs)
@@ -238,11 +238,11 @@ def test_drafts_of_sequences_with_other_numbers_count_nothing_for_each_other(
 
     for together, number in zip(run(lengths), lengths):
         [alone] = run((number,))
-        assert together.exact is not None
-        assert alone.exact is not None
+        assert together.decoder is not None
+        assert alone.decoder is not None
         assert tokens(together) == tokens(alone)
         if llm.device.type == "cpu":  # on a GPU drafts have other bits beside others, and others are accepted
-            assert together.exact.report.verified == alone.exact.report.verified
+            assert together.decoder.report.verified == alone.decoder.report.verified
             assert_equal(together, alone)
 
 
@@ -252,13 +252,13 @@ def test_sequences_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatc
     seqs = []
     for number in (1, 5, 2):
         seq = new_sequence(llm, text_of(200 + number), PLANS[0], 60, exact=True)
-        seq.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
+        seq.decoder.pace.number = number  # type: ignore[union-attr, attr-defined]
         seqs.append(seq)
     llm.loop.call(lambda: [llm.loop.submit(seq) for seq in seqs])  # before the thread of the loop takes a step
     take_steps(llm, seqs)
     for seq in seqs:
-        assert seq.exact is not None
-        assert seq.exact.report.verified[5] > 0
+        assert seq.decoder is not None
+        assert seq.decoder.report.verified[5] > 0
 
 
 def test_sequences_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,14 +410,14 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
 
 def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     other = open_llm(Path(llm.directory.path), llm.fast_path._path)
-    open_session, failures = FastPath.over_pool, [1]
+    blocks, failures = Session.blocks, [1]
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if failures and failures.pop():
             raise torch.OutOfMemoryError("no memory for angles")
-        return open_session(*arguments, **options)
+        return blocks(*arguments, **options)
 
-    monkeypatch.setattr(FastPath, "over_pool", failing)
+    monkeypatch.setattr(Session, "blocks", failing)
     seqs = [new_sequence(other, text_of(100 + number), "dense", 10) for number in range(2)]
     for seq in seqs:
         other.loop.submit(seq)

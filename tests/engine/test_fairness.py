@@ -24,7 +24,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.engine import schedule
-from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.sequence import Sequence
 
 LONG = 3800  # tokens: 60 chunks
@@ -153,7 +153,7 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
         take_steps(llm, known[-1:])
     for ahead, steps in [(2, 3)] if deterministic else [(1, 1), (2, 3), (3, 5)]:
         rng = random.Random(ahead)
-        monkeypatch.setattr(captured_sequences, "LAUNCHED_AHEAD", ahead)
+        monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", ahead)
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)
         llm = new_llm(llama, deterministic=deterministic)
         llm.loop = type(llm.loop)(llm.loop._runner, GRID, max_seqs=4)

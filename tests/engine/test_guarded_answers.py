@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.mixed_sequences import decode
+from engine.loop_sequences import alone, assert_equal, counters, new_llm, together
 from engine.tiny_directory import text_of
 from turns import in_turns
 
@@ -145,18 +145,12 @@ def test_sequences_that_end_around_a_widening_count_as_they_do_alone(
 
 
 def test_a_sequence_that_stops_sooner_widens_no_more(llama: Path) -> None:
-    llm = LLM(llama, path="composed", probe_every=4)
-    calm = QUEST.rpartition(":")[0]  # a sequence that makes no other move to larger slots
-    prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
-    for steps in range(1, 6):
-        doubled: list[list[str]] = []
-        options: dict[str, Any] = {"steps": 12, "doubled": doubled}
-        together = decode(llm.model, [QUEST, calm], prompts, [Sampling()] * 2, fewer=[12 - steps, 0], **options)
-        alone = llm.generate(TEXTS[0], plan=QUEST, max_new_tokens=steps + 1)
-        assert together[0] == (alone.token_ids, {key: alone.decode(key) for key in together[0][1]})
-        other = llm.generate(TEXTS[1], plan=calm, max_new_tokens=13)
-        assert doubled == [[event["to"] for event in answer.guard] for answer in (alone, other)]
-        assert together[1] == (other.token_ids, {key: other.decode(key) for key in together[1][1]})
+    plain = QUEST.rpartition(":")[0]  # a sequence that makes no other move to larger slots
+    eager, composed = (new_llm(llama, path, dense_below=0, probe_every=4) for path in ("eager", "composed"))
+    for count in range(2, 7):
+        cases = [(TEXTS[0], QUEST, count), (TEXTS[1], plain, 13)]
+        for seq, case in zip(together(eager, cases), cases):
+            assert_equal(seq, alone(composed, *case))
 
 
 def test_samples_and_steps_go_on_where_slots_were_changed(llama: Path) -> None:
@@ -184,14 +178,12 @@ def test_a_question_begins_with_the_budget_of_the_plan(phase: Any, llama: Path) 
 
 
 def test_one_sequence_of_a_batch_has_a_guard(llama: Path) -> None:
-    llm = LLM(llama, path="composed", probe_every=4)
-    texts, plans = [TEXTS[0], TEXTS[3]], [QUEST, QUEST.rpartition(":")[0]]
-    prompts = [llm.tokenizer(text)["input_ids"] for text in texts]
-    found = decode(llm.model, plans, prompts, [Sampling()] * 2, steps=24)
-    for plan, text, (ids, counted) in zip(plans, texts, found):
-        alone = llm.generate(text, plan=plan, max_new_tokens=25)
-        assert ids == alone.token_ids
-        assert counted == {key: alone.decode(key) for key in counted}
+    cases = [(TEXTS[0], QUEST, 25), (TEXTS[3], QUEST.rpartition(":")[0], 25)]
+    eager, composed = (new_llm(llama, path, dense_below=0, probe_every=4) for path in ("eager", "composed"))
+    seqs = together(eager, cases)
+    assert [bool(counters(seq)["guard"]) for seq in seqs] == [True, False]
+    for seq, case in zip(seqs, cases):
+        assert_equal(seq, alone(composed, *case))
 
 
 @pytest.mark.parametrize("placement", ["split", "offload:device_cache=64", "host"])

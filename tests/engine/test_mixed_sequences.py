@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.mixed_sequences import decode
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine.graphs import captured_sequences
+from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.slots import Slots
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
@@ -29,7 +28,6 @@ KEYS = (
     "queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall"
 )  # fmt: skip
 BELOW = 300
-GREEDY = Sampling()
 
 
 def counters(answer: Any) -> dict[str, Any]:
@@ -106,36 +104,10 @@ def test_a_mixed_batch_goes_on_in_the_mode_of_the_sequences_that_are_left(
     free = LLM(llama, QUEST, path="composed", dense_below=BELOW).generate(texts, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=free[0].token_ids[9])
     for move_steps in (1, 512):
-        monkeypatch.setattr(captured_sequences, "MOVE_STEPS", move_steps)
+        monkeypatch.setattr(sequence_groups, "MOVE_STEPS", move_steps)
         fast, slow = (
             LLM(directory, QUEST, path=path, dense_below=BELOW).generate(texts, max_new_tokens=60)  # type: ignore[arg-type]
             for path in ("eager", "composed")
         )
         assert [answer.token_ids for answer in fast] == [answer.token_ids for answer in slow]
         assert [counters(answer) for answer in fast] == [counters(answer) for answer in slow]
-
-
-OWN_PLANS = [
-    "quest:budget=96:window=16:dense_layers=1",
-    "dense",
-    "quest:ratio=0.4:window=32:sinks=20:dense_layers=0+2",
-    "quest:budget=256:window=16:dense_layers=none",
-]
-
-
-@pytest.mark.parametrize("dense_below", [0, 320])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.9, seed=5)], ids=["greedy", "sampled"])
-def test_sequences_of_several_plans_answer_as_alone(dense_below: int, sampling: Sampling, llama: Path) -> None:
-    llm = LLM(llama, path="composed", dense_below=dense_below, probe_every=4)
-    texts = [text_of(500), text_of(420)[::-1], text_of(310), text_of(350)]
-    prompts = [llm.tokenizer(text)["input_ids"] for text in texts]
-    options: dict[str, Any] = {"steps": 24, "dense_below": dense_below}
-    together = decode(llm.model, OWN_PLANS, prompts, [sampling] * 4, **options)
-    for plan, prompt, text, found in zip(OWN_PLANS, prompts, texts, together):
-        assert found == decode(llm.model, [plan], [prompt], [sampling], **options)[0], plan
-        alone = llm.generate(text, plan=plan, max_new_tokens=25, sampling=sampling)
-        assert found[0] == alone.token_ids
-        assert found[1] == {key: alone.decode(key) for key in found[1]}
-    densities = [counted["density"] for _, counted in together]
-    assert len(set(densities)) == 4
-    assert densities[1] == 1

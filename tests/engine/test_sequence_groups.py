@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine.loop_sequences import (
+    BELOW,
     GREEDY,
     PLANS,
     QUEST,
@@ -19,14 +20,14 @@ from engine.loop_sequences import (
     new_llm,
     new_sequence,
     take_steps,
+    together,
     tokens,
 )
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
 from kvsift.engine import pauses, schedule
-from kvsift.engine.graphs import captured_sequences
-from kvsift.engine.graphs.sequence_groups import PoolSession
+from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
 from kvsift.engine.sequence import Sequence
@@ -34,22 +35,20 @@ from kvsift.engine.sequence import Sequence
 HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
 
-def test_sequences_of_several_plans_answer_side_by_side_as_alone(llama: Path) -> None:
+@pytest.mark.parametrize("dense_below", [0, BELOW])
+def test_sequences_of_several_plans_answer_side_by_side_as_alone(dense_below: int, llama: Path) -> None:
     samplings = [Sampling(0.9, 0.9, seed=number) if number % 3 == 2 else GREEDY for number in range(len(PLANS))]
     texts = [text_of(150 + 61 * number) for number in range(len(PLANS))]
-    cases = list(zip(texts, PLANS, [12] * len(PLANS), samplings))
-    llm = new_llm(llama)
-    seqs = [new_sequence(llm, *case) for case in cases]
-    for seq in seqs:
-        llm.loop.submit(seq)
-    take_steps(llm, seqs)
+    cases, options = list(zip(texts, PLANS, [12] * len(PLANS), samplings)), {"dense_below": dense_below}
+    llm = new_llm(llama, **options)
+    seqs = together(llm, cases)
     for seq, case in zip(seqs, cases):
-        assert_equal(seq, alone(new_llm(llama), *case))
+        assert_equal(seq, alone(new_llm(llama, **options), *case))
         assert seq.finish_reason == "length"
         assert bool(seq.composed) == case[1].startswith("snapkv"), seq.composed
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
-            assert_equal(seq, alone(new_llm(llama, "composed"), *case))
-    assert sum(len(group._seqs) for group in llm.loop._runner._groups) == 0  # type: ignore[attr-defined]
+            assert_equal(seq, alone(new_llm(llama, "composed", **options), *case))
+    assert not any(group.seqs for group in llm.loop._runner._groups)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -57,15 +56,15 @@ def test_who_cannot_join_ends_alone(deterministic: bool, llama: Path, monkeypatc
     expected = [tokens(alone(new_llm(llama, deterministic=deterministic), text_of(size), QUEST)) for size in (100, 150)]
     llm = new_llm(llama, deterministic=deterministic)
     seqs = [new_sequence(llm, text_of(size), QUEST) for size in (100, 120, 150)]
-    need, joined = PoolSession.need, list[int]()
+    need, joined = Session.need, list[int]()
 
-    def failing(session: PoolSession, num_pages: int) -> None:
+    def failing(session: Session, num_pages: int) -> None:
         joined.append(num_pages)
         if len(joined) == 2:
             raise MemoryError("no room")
         need(session, num_pages)
 
-    monkeypatch.setattr(PoolSession, "need", failing)
+    monkeypatch.setattr(Session, "need", failing)
     for seq in seqs:
         llm.loop.submit(seq)
     take_steps(llm, seqs)
@@ -79,8 +78,8 @@ def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypat
     for seed in range(HISTORIES):
         rng = random.Random(seed)
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
-        monkeypatch.setattr(captured_sequences, "MOVE_STEPS", rng.choice([1, 512]))
-        monkeypatch.setattr(captured_sequences, "LAUNCHED_AHEAD", rng.choice([1, 2, 3]))
+        monkeypatch.setattr(sequence_groups, "MOVE_STEPS", rng.choice([1, 512]))
+        monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", rng.choice([1, 2, 3]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm, keep_tokens = new_llm(llama), rng.choice([0, 1024])
         llm.loop = type(llm.loop)(llm.loop._runner, llm.loop.grid, max_seqs=rng.choice([2, 8]), keep_tokens=keep_tokens)
@@ -128,7 +127,7 @@ def test_a_step_that_fails_is_taken_again(where: str, llama: Path, monkeypatch: 
         llm.loop.submit(seq)
     while not all(len(tokens(seq)) > 5 for seq in seqs):
         llm.loop.step()
-    owner, name = (Slots, "run") if where == "run" else (captured_sequences.CapturedSequences, "_read")
+    owner, name = (Slots, "run") if where == "run" else (sequence_groups.SequenceGroup, "_read")
     original = getattr(owner, name)
 
     def fail(*arguments: Any) -> Any:

@@ -58,7 +58,7 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     assert done.num_tokens >= 8 * POSITIONS
     counts, moves = llm.loop.counts(), llm.loop.pages.kv.moves
     assert counts["pages"]["free"] * DEFAULT_PAGE_SIZE >= 8 * POSITIONS
-    assert not any(counts["rows"].values())
+    assert not any(counts["sequences"].values())
     llm.loop.check()
     captured.clear()
     seqs = [new_sequence(llm, *case, exact=deterministic and number < 2) for number, case in enumerate(CASES)]
@@ -73,8 +73,8 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     assert llm.loop.pages.kv.moves == moves
     for seq, (text, plan, *rest) in zip(seqs, CASES):
         assert seq.composed == ""
-        other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if seq.exact else plan, *rest)
-        if seq.exact is None:
+        other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if seq.decoder else plan, *rest)
+        if seq.decoder is None:
             assert_equal(seq, other)
         else:
             assert tokens(seq) == tokens(other)
@@ -155,7 +155,7 @@ def test_rules_of_prefill_have_read_whole_and_other_segments(llama: Path, monkey
     assert read == {32, 17}
     counts = llm.loop.counts()
     assert counts["pages"]["kept"] == 0
-    assert not any(counts["rows"].values())
+    assert not any(counts["sequences"].values())
     read.clear()
     llm.warm_up([f"prefill=quoka:budget={POSITIONS}:chunk=32,decode={QUEST}"], 1000)
     assert not read, "it never leaves anything out"

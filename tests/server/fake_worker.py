@@ -29,7 +29,12 @@ def main() -> None:
     settings = frames.receive(incoming)
     if settings is None or settings["model"].get("model") == "bad":
         sys.exit(3)
-    known = {"model": "fake", "positions": 64, "plans": settings["plans"], "rows": settings["model"].get("rows", 0)}
+    known = {
+        "model": "fake",
+        "positions": 64,
+        "plans": settings["plans"],
+        "max_seqs": settings["model"].get("max_seqs", 0),
+    }
     connection.sendall(frames.pack({"op": "ready", **known}))
     while (message := frames.receive(incoming)) is not None:
         if message["op"] == "prefill":
@@ -52,11 +57,11 @@ def main() -> None:
         if prompt == "slow":
             end = {"finish": "stop", "usage": USAGE} if sent == 3 else {}
             row = {"id": key, "index": 0, "prefilled": 4, "tokens": [[sent, f"{sent} ", None]], **end}
-            connection.sendall(frames.pack({"op": "step", "rows": [row]}))
+            connection.sendall(frames.pack({"op": "step", "news": [row]}))
             continue
         tokens = [[1, "one ", None], [2, "two", None]][sent : 1 if prompt == "begin" and not sent else 2]
         end = {} if len(tokens) + sent < 2 else {"finish": "stop", "usage": USAGE}
-        step = {"op": "step", "rows": [{"id": key, "index": 0, "prefilled": 4, "tokens": tokens, **end}]}
+        step = {"op": "step", "news": [{"id": key, "index": 0, "prefilled": 4, "tokens": tokens, **end}]}
         connection.sendall(frames.pack(step))
         if prompt == "begin" and not sent:
             os._exit(9)

@@ -183,7 +183,7 @@ def test_requests_for_which_rows_are_free_do_not_wait() -> None:
         with pytest.raises(ApiError, match="2 requests are waiting already"):
             ask(supervisor, "wait")
 
-    supervised(test, max_waiting=2, model={"rows": 3})
+    supervised(test, max_waiting=2, model={"max_seqs": 3})
 
 
 def test_a_request_of_more_answers_than_rows_are_free_waits() -> None:
@@ -193,7 +193,7 @@ def test_a_request_of_more_answers_than_rows_are_free_waits() -> None:
         supervisor.submit(AnswerRequest(["wait"], num_samples=2))
         assert supervisor.num_waiting == 1
 
-    supervised(test, model={"rows": 3})
+    supervised(test, model={"max_seqs": 3})
 
 
 def test_a_second_signal_ends_answers_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -11,13 +11,16 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from kvsift.engine.graphs.accounting import CapturedSequence
-from kvsift.engine.graphs.captured_sequences import CapturedSequences
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import sequence_lengths
+from kvsift.engine.graphs.sequence_groups import SequenceGroup
+from kvsift.engine.graphs.session import Session, round_up
 from kvsift.engine.graphs.slots import Slots
-from kvsift.layer.accounting import RunStats, Tally
+from kvsift.engine.request import Request
+from kvsift.engine.sequence import FinishReason
+from kvsift.engine.sequence import Sequence as EngineSequence
+from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
@@ -25,50 +28,100 @@ from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_table import PageTable
 from kvsift_lab.bench.attention_variants import fill_summary
 
+SPARE_PAGES = 4  # of a pool, for the scratch pages of cases, so that it does not move
 
-class FixedSlots:
-    """Slots of one plan over shared pools, for rows that stay.
 
-    Args:
-        cache: of as many sequences.
-        slots: one per sequence.
-        plan: of the slots.
+@dataclass(frozen=True)
+class DecodeCase:
+    """Sequences of a full context that decode under one plan.
+
+    Attributes:
+        caches: of each sequence, over one pool.
+        session: captured steps over that pool.
+        plan: of the steps.
         dense_below: shorter contexts decode densely.
     """
 
-    holds, steady = True, False
+    caches: Sequence[SparseCache]
+    session: Session
+    plan: Plan
+    dense_below: int = 0
 
-    def __init__(self, cache: SparseCache, slots: Slots, plan: Plan, dense_below: int = 0) -> None:
-        self.cache, self.steps, self.plan, self._dense_below = cache, slots, plan, dense_below
+    @classmethod
+    def of(
+        cls, model: Any, step: Step, caches: Sequence[SparseCache], plan: Plan, capture: bool, dense_below: int = 0
+    ) -> DecodeCase:
+        """Return the case of a plan, with steps of its own."""
+        kv = caches[0].table.kv
 
-    def slots(self, num_slots: int, rules: Any) -> Slots:
-        assert num_slots == self.steps.num_slots
-        return self.steps
+        def open_cache(rule: Rule | None, table: PageTable) -> SparseCache:
+            cache = _like(caches[0], model, Plan(None, rule), table)
+            cache.reserve_rows([0])  # and the scratch page
+            return cache
 
-    def captured(self, num_slots: int, rules: Any, kind: Any) -> bool:
-        return num_slots == self.steps.num_slots and self.steps.captured(kind)
+        session = Session(kv, step, open_cache, lambda slots, rule: dense_below, capture)
+        session.expect(caches[0].table.longest)
+        return cls(caches, session, plan, dense_below)
 
-    def dense_below(self, slots: Slots, rule: Rule) -> int:
-        return self._dense_below
+    @property
+    def slots(self) -> Slots:
+        """Slots of the sequences."""
+        return self.session.slots(len(self.caches), [rule_of(self.plan)])
 
 
-def filled_cache(model: Any, plan: Plan, context: int, batch: int, steps: int) -> SparseCache:
-    """Return a cache of random numbers with room for the rows of a batch and the steps of a sample."""
-    page_size = plan.page_size or DEFAULT_PAGE_SIZE
-    rows = sequence_lengths([context + steps + SPARE_TOKENS] * batch, page_size)
-    cache = make_cache(model, plan, probe_every=0, rows=rows)
+class NoOutput:
+    """The output of sequences whose tokens nobody needs."""
+
+    def note_prefilled(self, num_tokens: int) -> None:
+        pass
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        raise AssertionError("steps choose tokens themselves")
+
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        raise AssertionError("no loop takes these tokens")
+
+
+def filled_caches(model: Any, plan: Plan, context: int, batch: int, steps: int) -> list[SparseCache]:
+    """Return the caches of a batch over one pool of random numbers, with room for the steps of a sample."""
+    kv, length = KVPool(), reserved(context + steps, plan)
+    spare = kv.pages.allocate(SPARE_PAGES)
+    caches = [make_cache(model, plan, probe_every=0, reserve=length)]
+    caches[0].run.kv, caches[0].run.table = kv, PageTable(1, kv)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), feeding(cache, "prefill"):
-        model(input_ids=token, past_key_values=cache)  # layers allocate their pools with the first token
-        for attention in cache.attentions:
+    with torch.inference_mode(), feeding(caches[0], "prefill"):
+        model(input_ids=token, past_key_values=caches[0])  # layers allocate their pools with the first token
+        caches += [_like(caches[0], model, plan, PageTable(1, kv)) for _ in range(batch - 1)]
+        for cache in caches:
+            cache.table.reserve(0, length // cache.page_size)
+        for pool in kv.layers.values():
+            pool.fit(exactly=True)
+        for attention in caches[0].attentions:
             keys, values, summaries = attention.store.pools()
             keys.normal_()
             values.normal_()
             for kind, summary_rows in summaries.items():
                 fill_summary(kind, keys, values, summary_rows)
-    return cache
+    kv.pages.release(spare)
+    return caches
+
+
+def reserved(length: int, plan: Plan) -> int:
+    """Return the tokens that are reserved for a sequence of a length, and for steps that are launched ahead."""
+    page_size = plan.page_size or DEFAULT_PAGE_SIZE
+    return round_up(-(-(length + SPARE_TOKENS) // page_size)) * page_size
+
+
+def _like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> SparseCache:
+    """An empty cache over the pages of a table, beside another one."""
+    made = make_cache(model, plan, probe_every=0, placement=cache.run.placement)
+    made.run.kv, made.run.table = table.kv, table
+    made.adopt([each.shape for each in cache.attentions], cache.attentions[0].like, 0, False, 1)
+    return made
 
 
 def with_anchors(plan: Plan, model: Any, count: int, path: Path) -> Plan:
@@ -92,14 +145,6 @@ def with_anchors(plan: Plan, model: Any, count: int, path: Path) -> Plan:
     return replace(plan, decode=replace(plan.decode, method=replace(plan.decode.method, anchors=str(path))))
 
 
-def new_slots(step: Step, cache: SparseCache, plan: Plan, batch: int, capture: bool) -> Slots:
-    """Return slots of a plan over the pools of a cache."""
-    max_pages = cache.run.rows[0] // cache.page_size
-    angles = step.angles(max_pages * cache.page_size)
-    pool = torch.cuda.graph_pool_handle() if capture else None
-    return Slots(step, angles, cache, [rule_of(plan)], batch, max_pages, pool)
-
-
 class Decoded(NamedTuple):
     """What a decode loop took, and what came of it."""
 
@@ -113,21 +158,24 @@ class Decoded(NamedTuple):
         return fmean(self.itl_s)
 
 
-def decode(slots: FixedSlots, context: int, steps: int) -> Decoded:
-    """Generate through the engine's own loop from a full context."""
-    rows = [
-        CapturedSequence(slots.cache, number, RunStats(probe_every=0), context, steps, number, rule_of(slots.plan))
-        for number in range(slots.steps.num_slots)
-    ]
-    captured, tokens, times = CapturedSequences(slots), [[row.token] for row in rows], [perf_counter()]
+def decode(case: DecodeCase, context: int, steps: int) -> Decoded:
+    """Generate as the engine does, from a full context."""
+    group, seqs = SequenceGroup(case.session, None), list[EngineSequence]()
+    for number, cache in enumerate(case.caches):
+        cache.restart_stats()
+        request = Request(range(context), steps + 1, case.plan)
+        seqs.append(EngineSequence(request, NoOutput(), cache=cache, token=number, num_cached=context))
+        group.join(seqs[-1])
+    counted, tokens, times = [seq.counters for seq in seqs], [[seq.token] for seq in seqs], [perf_counter()]
     for _ in range(steps):
-        for chosen, token in zip(tokens, captured.step(rows)):
+        for seq, chosen, token in zip(seqs, tokens, group.step(seqs)):
+            seq.token, seq.num_cached = token, seq.num_cached + 1
             chosen.append(token)
-        times.append(perf_counter() - rows[0].stats.probe_s)
-    for row in rows:
-        captured.leave(row)
+        times.append(perf_counter() - counted[0].probe_s)
+    for seq in seqs:
+        group.leave(seq)
     itl_s = [after - before for before, after in pairwise(times)]
-    return Decoded(itl_s, [row.stats.phase("decode") for row in rows], tokens)
+    return Decoded(itl_s, [stats.phase("decode") for stats in counted], tokens)
 
 
 def read_bytes(tallies: Sequence[Tally]) -> float:
@@ -145,9 +193,9 @@ def weight_bytes(model: Any) -> int:
 
 
 def pool_bytes(config: Any, plan: Plan, context: int, batch: int, steps: int, itemsize: int) -> int:
-    """Estimate the bytes that ``filled_cache`` allocates."""
+    """Estimate the bytes that ``filled_caches`` allocates."""
     page_size = plan.page_size or DEFAULT_PAGE_SIZE
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
-    num_tokens = sum(sequence_lengths([context + steps + SPARE_TOKENS] * batch, page_size))
+    num_tokens = batch * reserved(context + steps, plan) + SPARE_PAGES * page_size
     return int(num_tokens * per_token * (1 + (1 / page_size if rule_of(plan) else 0)))

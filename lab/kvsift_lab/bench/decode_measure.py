@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -30,10 +31,9 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.decode import DecodeRecipe, decode_table, point_text
 from kvsift_lab.bench.decode_case import (
-    FixedSlots,
+    DecodeCase,
     decode,
-    filled_cache,
-    new_slots,
+    filled_caches,
     pool_bytes,
     read_bytes,
     weight_bytes,
@@ -116,30 +116,29 @@ class DecodeBench(Bench):
         config = self.model.config.get_text_config(decoder=True)
         pools = pool_bytes(config, plan, context, batch, steps, self.model.dtype.itemsize)
         machine.require_room(self.model.device, pools * (1 + ROOM_SHARE))
-        cache = filled_cache(self.model, plan, context, batch, steps)
-        sparse = new_slots(self.step, cache, plan, batch, self.capture)
-        dense = new_slots(self.step, cache, Plan(), batch, self.capture)
-        dense_below = _dense_below(sparse, plan.decode) if self.capture and plan.decode else 0
-        variants = {"dense": FixedSlots(cache, dense, Plan()), "sifted": FixedSlots(cache, sparse, plan)}
+        caches = filled_caches(self.model, plan, context, batch, steps)
+        case = partial(DecodeCase.of, self.model, self.step, caches, capture=self.capture)
+        variants = {"dense": case(Plan()), "sifted": case(plan)}
+        dense_below = _dense_below(variants["sifted"].slots, plan.decode) if self.capture and plan.decode else 0
         if context + 1 < dense_below:  # what the engine does by itself
-            variants["auto"] = FixedSlots(cache, sparse, plan, dense_below)
+            variants["auto"] = case(plan, dense_below=dense_below)
         weights = weight_bytes(self.model)
         return {
             "weight_bytes": weights,
-            "pool_bytes": cache.num_bytes,
+            "pool_bytes": caches[0].num_bytes,
             "dense_below": dense_below,
             "variants": self._sampled(variants, context, weights),
             "seconds": round(perf_counter() - started, 1),
         }
 
-    def _sampled(self, variants: Mapping[str, FixedSlots], context: int, weights: int) -> list[dict[str, Any]]:
+    def _sampled(self, variants: Mapping[str, DecodeCase], context: int, weights: int) -> list[dict[str, Any]]:
         """Samples of all variants, taken in turns."""
         steps, samples = self.recipe.steps, dict[str, dict[str, Any]]()
-        for name, slots in variants.items():  # captures, and warms up
-            tallies = decode(slots, context, steps).tallies
+        for name, case in variants.items():  # captures, and warms up
+            tallies = decode(case, context, steps).tallies
             read, first = read_bytes(tallies) / steps, tallies[0].report()
             samples[name] = {
-                "name": name, "plan": "dense" if slots.plan.decode is None else self.recipe.plan,
+                "name": name, "plan": "dense" if case.plan.decode is None else self.recipe.plan,
                 "bytes": weights + read, "kv_bytes": read,
                 "visible_tokens": first["visible_tokens"], "density": first["density"], "tpot_s": [], "replay_s": [],
             }  # fmt: skip
@@ -151,8 +150,8 @@ class DecodeBench(Bench):
                         [gpu_seconds(_replay(variants[name], context, steps)) / steps], 6
                     )
         if self.recipe.profile and self.capture:
-            for name, slots in variants.items():
-                samples[name]["kernels"] = kernel_times(slots, context, steps)
+            for name, case in variants.items():
+                samples[name]["kernels"] = kernel_times(case, context, steps)
         return list(samples.values())
 
 
@@ -163,29 +162,29 @@ def _dense_below(slots: Slots, rule: Rule) -> int:
     return reserved + 1 if measured is None else min(measured, reserved + 1)
 
 
-def _replay(slots: FixedSlots, context: int, steps: int) -> Callable[[], None]:
+def _replay(case: DecodeCase, context: int, steps: int) -> Callable[[], None]:
     """Assign the rows of a sample; returns what launches its steps, of which the host reads no tokens."""
-    rule, pages = rule_of(slots.plan), slots.cache.table.planned
-    rows = range(slots.steps.num_slots)
-    slots.steps.assign([Assignment(pages(row), context, row, Sampling(), 1, rule) for row in rows], steps)
-    dense = rule is None or context + 1 < slots.dense_below(slots.steps, rule)
+    rule, slots = rule_of(case.plan), case.slots
+    tables = [cache.table.planned(0) for cache in case.caches]
+    slots.assign([Assignment(pages, context, row, Sampling(), 1, rule) for row, pages in enumerate(tables)], steps)
+    dense = rule is None or context + 1 < case.dense_below
 
     def launch() -> None:
         for number in range(steps):
-            slots.steps.run(StepKind("dense" if dense else "sparse"), number)
+            slots.run(StepKind("dense" if dense else "sparse"), number)
 
     return launch
 
 
-def kernel_times(slots: FixedSlots, context: int, steps: int) -> list[dict[str, Any]]:
+def kernel_times(case: DecodeCase, context: int, steps: int) -> list[dict[str, Any]]:
     """Return the kernels of a sample: launches and seconds per step, slowest first.
 
     Kernels may overlap with the previous one, so their sum may exceed the step.
     """
-    _replay(slots, context, steps)()
+    _replay(case, context, steps)()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        _replay(slots, context, steps)()
+        _replay(case, context, steps)()
         torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
     for event in recorded.events() or []:

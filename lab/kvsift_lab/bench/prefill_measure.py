@@ -16,12 +16,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import sequence_lengths
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
-from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
@@ -32,7 +29,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
-from kvsift_lab.bench.decode_case import pool_bytes
+from kvsift_lab.bench.decode_case import pool_bytes, reserved
 from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe, point_text
 from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.recipe import COLD_BYTES
@@ -89,8 +86,7 @@ class PrefillBench(Bench):
         if not plan:
             return partial(_NoAttention, len(self.model.model.layers))
         parsed = parse_plan(plan)
-        rows = sequence_lengths([context + SPARE_TOKENS], parsed.page_size or DEFAULT_PAGE_SIZE)
-        return partial(make_cache, self.model, parsed, probe_every=0, rows=rows)
+        return partial(make_cache, self.model, parsed, probe_every=0, rows=[reserved(context, parsed)])
 
 
 def _timed(fused: FusedModel, ids: Tensor, chunk: int, new_cache: Callable[[], Any]) -> tuple[float, dict[str, Any]]:

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.engine.graphs.fast_path import SPARE_TOKENS
-from kvsift.engine.graphs.session import sequence_lengths
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
@@ -34,9 +32,11 @@ from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_table import PageTable
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
-from kvsift_lab.bench.decode_case import FixedSlots, decode, new_slots, weight_bytes
+from kvsift_lab.bench.decode_case import SPARE_PAGES, DecodeCase, decode, reserved, weight_bytes
 from kvsift_lab.bench.random_models import SHAPES, random_model
 from kvsift_lab.bench.split import CAPTURED, SplitRecipe, point_text
 from kvsift_lab.bench.timeline import timeline
@@ -189,15 +189,18 @@ def measure_captured(model: Any, plan: Plan, context: int, place: Placement, ste
     device, step = model.device, DecoderStep(model)
     on_gpu, started = device.type == "cuda", perf_counter()
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    rows = sequence_lengths([context + steps + SPARE_TOKENS], plan.page_size or 16)
+    rows, kv = [reserved(context + steps, plan)], KVPool()
+    spare = kv.pages.allocate(SPARE_PAGES)
     cache = make_cache(model, plan, probe_every=0, rows=rows, placement=place)
+    cache.run.kv, cache.run.table = kv, PageTable(1, kv)
     fill(cache, model, context)
+    kv.pages.release(spare)
     fill_s = perf_counter() - started
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    slots = FixedSlots(cache, new_slots(step, cache, plan, 1, on_gpu), plan)
-    decode(slots, context, 2)  # captures
-    decoded = decode(slots, context, steps)
+    case = DecodeCase.of(model, step, [cache], plan, on_gpu)
+    decode(case, context, 2)  # captures
+    decoded = decode(case, context, steps)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
     report = decoded.tallies[0].report()
     bus_bytes, bus = report["kv_bytes_copied"] / steps, _bus(cache)

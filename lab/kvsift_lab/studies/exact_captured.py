@@ -112,7 +112,7 @@ class ImposedRows:
 
     def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
         request = Request(prompt, new, parse_plan(plan), exact=exact)
-        return Sequence(request, Timed(new), exact=exact_decoder(self._llm, request))
+        return Sequence(request, Timed(new), decoder=exact_decoder(self._llm, request))
 
     def _wait(self, rows: list[Any], tokens: int) -> None:
         for row in rows:
@@ -138,7 +138,7 @@ class ImposedRows:
         found: dict[str, Any] = {"seconds": len(rows) * (perf_counter() - started - setup_s) / made, "setup_s": setup_s}
         self._chats.step_until(*rows, tokens=new)
         if exact:
-            reports = [row.exact.report for row in rows if row.exact is not None]
+            reports = [row.decoder.report for row in rows if row.decoder is not None]
             cycles = sum(sum(report.verified.values()) for report in reports)
             drafts = sum(report.drafted for report in reports)
             found |= {

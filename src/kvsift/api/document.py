@@ -228,7 +228,7 @@ class Document(Uncopied):
         started, prefix = perf_counter(), PinnedPrefix(self.num_tokens)
         plan = self._executed(self._plan, 0, is_observed=True)
         seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
-        runner.loop.restore(seq, saved.rotation, partial(saved.fill, runner=runner))
+        runner.loop.restore_prefix(seq, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
         self._prefix = prefix
 

@@ -168,7 +168,7 @@ def check_captured(requests: abc.Sequence[Request]) -> None:
 def sequence_of(runner: ModelRunner, output: TextOutput, **options: Any) -> Sequence:
     """The sequence of a request for text, with options of ``Sequence``."""
     request = output.transcript.request
-    return Sequence(request, output, observer=log_of(request), exact=exact_decoder(runner, request), **options)
+    return Sequence(request, output, observer=log_of(request), decoder=exact_decoder(runner, request), **options)
 
 
 def log_of(request: Request) -> SelectionLog | None:
@@ -183,7 +183,7 @@ def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcrip
     reason = path if reason is None else reason
     return answer_of(
         runner, report, transcript, started, num_cached=seq.num_reused, captured=None if reason else seq, path=reason,
-        no_reuse="" if seq.prefix is not None else seq.no_reuse, exact=seq.exact, build_s=seq.build_s,
+        no_reuse="" if seq.prefix is not None else seq.no_reuse, exact=seq.decoder, build_s=seq.build_s,
     )  # fmt: skip
 
 

@@ -155,15 +155,13 @@ def _stepped(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tenso
     """``decoded`` in the steps that answers take on a GPU. Composed ones of an 8B take 58 ms there, mostly launches."""
     length, rule = cache.get_seq_length(), rule_of(cache.run.plan)
     with runner.fast_path.turn, inference():
-        session = runner.fast_path.for_tokens(runner.model, cache, length, len(tokens))
-        slots = session.slots(1, [rule])
+        slots = runner.fast_path.for_tokens(runner.model, cache, length, len(tokens))
         kind = StepKind("dense" if rule is None else slots.sparse_mode(rule), keeps_logits=True)
         slots.prepare(kind)
         dense_below = 0 if rule is None else rule.budget.min_context
         first = Assignment(cache.table.planned(0), length, tokens[0], Sampling(), 1, rule, dense_below)
         slots.assign([first], len(tokens))
         logits = slots.logits(tokens, kind)
-        session.forget()
         cache.advance(0, length + len(tokens), length + len(tokens), None)
     return logits
 

@@ -75,7 +75,7 @@ class Loop(EngineThread):
         """Count sequences by state, and pages by owner, without waiting for a step: the numbers may be a moment
         apart."""
         states = Counter(seq.state for seq in self.seqs)
-        return {"rows": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
+        return {"sequences": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence for admission.
@@ -188,22 +188,22 @@ class Loop(EngineThread):
         self._replan(prefix, prefix.cache, plan)
         return prefix.cache
 
-    def restore(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+    def restore_prefix(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         """Pin the prompt of a sequence, whose cache is filled by ``fill`` instead of a prefill."""
-        self.call(partial(self._restore_pinned, seq, rotation, fill))
+        self.call(partial(self._restore_prefix, seq, rotation, fill))
 
-    def _restore_pinned(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+    def _restore_prefix(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         assert seq.pins is not None
         table = PageTable(1, self.pages.kv) if self._runner.reason_apart(seq) is None else None
         try:
             if table is not None:
                 self.pages.reserve(table, self._runner.pages_of(seq))
             seq.cache = self._runner.open(seq, table)
-            seq.cache.pin(rotation)
+            seq.cache.rotation = rotation
             seq.source = fill
-            self._runner.restore(seq)
+            self._runner.fill_from_source(seq)
             seq.cache.prepare()
-            self.pin(seq.pins, seq.cache)
+            self.pages.pin(seq.pins, seq.cache, self._let_go)
         except BaseException:
             if table is not None:
                 table.close(0)
@@ -301,7 +301,7 @@ class Loop(EngineThread):
             if seq.nodes:
                 self.pages.adopt(seq, seq.cache)
             elif seq.source is not None:
-                length = self._restore(seq)
+                length = self._begin_from_source(seq)
             seq.num_cached = seq.num_reused = length
             seq.output.note_prefilled(length)
         except Exception as error:  # of this sequence alone
@@ -345,11 +345,11 @@ class Loop(EngineThread):
             cache.prepare()  # now, and not in the first decode step
         return self.clock() - started if is_new else 0.0
 
-    def _restore(self, seq: Sequence) -> int:
+    def _begin_from_source(self, seq: Sequence) -> int:
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is prefilled
         again."""
         assert seq.cache is not None
-        self._runner.restore(seq)
+        self._runner.fill_from_source(seq)
         length = (len(seq.request.ids) - 1) // self.grid * self.grid
         seq.cache.undo(length)
         for seq.num_cached in range(self.grid, length + 1, self.grid):
@@ -413,7 +413,7 @@ class Loop(EngineThread):
             self._note_prefilled(seq)
             return
         if seq.pins is not None:
-            self._pin(seq, seq.pins, cache)
+            self._end_as_prefix(seq, seq.pins, cache)
             return
         cache.prepare()
         self._note_prefilled(seq)
@@ -421,22 +421,18 @@ class Loop(EngineThread):
             assert logits is not None
             self._choose(seq, logits)
 
-    def _pin(self, seq: Sequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
+    def _end_as_prefix(self, seq: Sequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
         """End a sequence that has read a prefix, which keeps its cache."""
         started = self.clock()
         cache.prepare()
         prefix.build_s = self.clock() - started
         seq.output.note_prefilled(seq.num_cached)
         seq.report = CacheReport.of(cache)
-        self.pin(prefix, cache)
+        self.pages.pin(prefix, cache, self._let_go)
         seq.cache = None
         self._end(seq, "stop")
 
-    def pin(self, prefix: PinnedPrefix, cache: SparseCache) -> None:
-        """Keep a cache, whose tokens are those of a prefix, for sequences that begin with it."""
-        self.pages.pin(prefix, cache, self._unpin)
-
-    def _unpin(self, clear: Callable[[], None]) -> None:
+    def _let_go(self, clear: Callable[[], None]) -> None:
         """Return the pages of a prefix that its owner has let go of."""
         self.post(clear)
         self.post(self._trim)
@@ -478,7 +474,7 @@ class Loop(EngineThread):
         counted = [None if seq.steps is not None or seq.cache is None else seq.cache.stats.snapshot() for seq in group]
         before = [seq.num_cached for seq in group]
         try:
-            if group[0].exact is not None:
+            if group[0].decoder is not None:
                 step_exactly(self._runner, group, self._chosen)
             else:
                 for seq, logits in zip(group, self._runner.decode_sequences(group)):
@@ -489,7 +485,7 @@ class Loop(EngineThread):
                 self._end(group[0], "error", error)
                 return
             for seq, num_cached, counters in zip(group, before, counted):
-                is_notified = seq.is_ended or (seq.exact is None and seq.num_cached > num_cached)
+                is_notified = seq.is_ended or (seq.decoder is None and seq.num_cached > num_cached)
                 if not is_notified and not self._undo(seq, counters):
                     self._end(seq, "error", error)
             for seq in group:  # the one that fails again ends

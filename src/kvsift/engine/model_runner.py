@@ -265,7 +265,7 @@ class ModelRunner(Uncopied):
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
         cache.run.kv = KVPool(steady=True) if self.deterministic else None
-        cache.pin(self.rotation(reserve if length is None else length))
+        cache.rotation = self.rotation(reserve if length is None else length)
         return cache
 
     @inference()

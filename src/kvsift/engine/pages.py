@@ -52,11 +52,11 @@ class Pages:
         self.tree = PrefixTree(self.kv.pages, self._grid)
 
     def counts(self) -> dict[str, int]:
-        """Pages by owner: "free", "kept" (complete chunks of prompts, for those that share a prefix) or "rows" (those
-        that sequences alone own)."""
+        """Pages by owner: "free", "kept" (complete chunks of prompts, for those that share a prefix) or "unshared"
+        (those that sequences alone own)."""
         pages, kept = self.kv.pages, self.tree.num_pages
         free, loose = pages.num_free, sum(run.num_pages for run in self._runner.runs(self.kv))
-        return {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
+        return {"free": free, "kept": kept, "unshared": max(pages.num_pages - free - kept - loose, 0)}
 
     def cost_of(self, seq: Sequence) -> tuple[int, int]:
         """Tokens of a prompt that are to be prefilled, and pages to be reserved, beside the chunks that the sequence

@@ -65,7 +65,7 @@ class Sequence:
         request: what is asked for.
         output: of the client.
         holds: once it has ended, it keeps what it has prefilled of its prompt until ``Loop.close``.
-        exact: verifies by dense attention what the plan drafts; None: the plan's own tokens are the answer.
+        decoder: verifies by dense attention what the plan drafts; None: the plan's own tokens are the answer.
         observer: of its passes.
         source: fills its empty cache with the whole prompt as it was prefilled before, and is called if no chunk is
             found.
@@ -89,7 +89,7 @@ class Sequence:
     request: Request
     output: SequenceOutput
     holds: bool = False
-    exact: ExactDecoder | None = None
+    decoder: ExactDecoder | None = None
     observer: Observer | None = None
     source: Callable[[SparseCache], None] | None = None
     prefix: PinnedPrefix | None = None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.graphs.block_groups import BlockGroup
-from kvsift.engine.graphs.sequence_groups import Group, PoolSession, SequenceGroup
-from kvsift.engine.graphs.session import STEADY_SLOTS, Session
+from kvsift.engine.graphs.sequence_groups import Group, SequenceGroup
+from kvsift.engine.graphs.session import STEADY_SLOTS
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
@@ -103,7 +103,7 @@ class SequenceRunner:
 
     def begin(self, seq: Sequence, cache: SparseCache) -> None:
         """Set up a cache for the answer of a sequence."""
-        if seq.exact is not None:
+        if seq.decoder is not None:
             cache.run.exact, cache.stats.probe_every = "dense", 0
 
     def forks(self, cache: SparseCache) -> bool:
@@ -150,7 +150,7 @@ class SequenceRunner:
         cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
 
     @torch.inference_mode()
-    def restore(self, seq: Sequence) -> None:
+    def fill_from_source(self, seq: Sequence) -> None:
         """Let the source of a sequence fill its cache."""
         assert seq.source is not None
         assert seq.cache is not None
@@ -221,8 +221,8 @@ class SequenceRunner:
         fused = self._fused()
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert seq.cache is not None
-        assert seq.exact is not None
-        seq.cache.run.exact = "dense" if seq.exact.is_paused else "learning"
+        assert seq.decoder is not None
+        seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
         return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
     def undo(self, seq: Sequence) -> None:
@@ -260,12 +260,12 @@ class SequenceRunner:
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is SequenceGroup
-        keeps_bits = kind is BlockGroup and self._runner.fast_path.keeps_bits(self._runner.model)
-        source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
+        runner, open_cache = self._runner, partial(self._open_cache, rotation)
+        session = runner.fast_path.over_pool(runner.model, kv, open_cache, rotation, steady)
         if steady:
-            source.expect(self.longest or 1)
+            session.expect(self.longest or 1)
         most = STEADY_SLOTS if kind is BlockGroup or steady else OPEN_SEQUENCES * self._max_seqs
-        self._groups.append(kind(source, rotation, most))
+        self._groups.append(kind(session, rotation, most))
         return self._groups[-1]
 
     @property
@@ -288,29 +288,26 @@ class SequenceRunner:
         return count
 
     def _takes_blocks(self, seq: Sequence) -> bool:
-        return self._runner.fast_path.takes_blocks(seq.request.plan, seq.exact is not None, self._runner.model)
+        return self._runner.fast_path.takes_blocks(seq.request.plan, seq.decoder is not None, self._runner.model)
 
     def _composed_reason(self, seq: Sequence) -> str | None:
         """Why the steps of a sequence are composed; None: they are captured."""
         if seq.observer is not None:
             return "what is selected is recorded"
-        if seq.exact is not None and not self._takes_blocks(seq):
+        if seq.decoder is not None and not self._takes_blocks(seq):
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
         return self._runner.composed_reason(seq.request.plan)
 
-    def _open_session(
-        self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
-    ) -> Session:
-        """Captured steps over the pool of a table."""
-        runner = self._runner
-        cache = runner.new_cache(Plan(None, rule), 0)
+    def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:
+        """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""
+        cache = self._runner.new_cache(Plan(None, rule), 0)
         cache.run.kv, cache.run.table = table.kv, table
-        cache.pin(rotation)
-        cache.adopt(self._shapes, self._like, 0, False, runner.chunk_size)
+        cache.rotation = rotation
+        cache.adopt(self._shapes, self._like, 0, False, self._runner.chunk_size)
         cache.reserve_rows([0])  # and the scratch page
-        return runner.fast_path.over_pool(runner.model, cache, max_pages, steady)
+        return cache
 
     def recall(self, seq: Sequence) -> None:
         """Let a sequence that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for
@@ -356,7 +353,7 @@ class SequenceRunner:
         if fused is None or not fused.joins:
             return [[seq] for seq in seqs]
         plans = [seq.request.plan for seq in seqs]
-        joins = [plan.can_undo and not plan.wants_hidden and seq.exact is None for seq, plan in zip(seqs, plans)]
+        joins = [plan.can_undo and not plan.wants_hidden and seq.decoder is None for seq, plan in zip(seqs, plans)]
         joined = [seq for seq, is_joined in zip(seqs, joins) if is_joined]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([seq] for seq in seqs if seq not in joined)]

@@ -64,9 +64,9 @@ def pack(message: dict[str, Any]) -> bytes:
     return _framed(encode(message))
 
 
-def pack_step(rows: Sequence[bytes]) -> bytes:
-    """Return the bytes of {op: step, rows: [...]}, of rows that were encoded one by one."""
-    return _framed(b'{"op":"step","rows":[' + b",".join(rows) + b"]}")
+def pack_step(news: Sequence[bytes]) -> bytes:
+    """Return the bytes of {op: step, news: [...]}, of news that were encoded one by one."""
+    return _framed(b'{"op":"step","news":[' + b",".join(news) + b"]}")
 
 
 def _framed(data: bytes) -> bytes:

@@ -12,7 +12,7 @@ from kvsift.server.supervisor import Supervisor
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STATES = {"waiting": "waiting", "reading": "prefilling", "decoding": "decoding"}  # by label
-PAGE_OWNERS = {owner: owner for owner in ("free", "kept", "rows")}
+PAGE_OWNERS = {"free": "free", "kept": "kept", "rows": "unshared"}  # by label
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
 
@@ -40,8 +40,9 @@ class Metrics:
         for name, number in numbers.items():
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
-        for label, kind, values in (("state", "rows", STATES), ("owner", "pages", PAGE_OWNERS)):
-            gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
+        gauges = ("rows", "state", "sequences", STATES), ("pages", "owner", "pages", PAGE_OWNERS)
+        for metric, label, kind, values in gauges:
+            gauge = Gauge(f"kvsift_{metric}", f"{metric.capitalize()} of the engine.", [label], registry=self._registry)
             for name, value in values.items():
                 gauge.labels(name).set_function(partial(_gauge, supervisor, kind, value))
 

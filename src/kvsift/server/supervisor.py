@@ -250,7 +250,7 @@ class Supervisor:
                 if message["op"] == "heartbeat":
                     if message["step_s"] > STEP_S:
                         break
-                    self.gauges = {"rows": message["rows"], "pages": message["pages"]}
+                    self.gauges = {"sequences": message["sequences"], "pages": message["pages"]}
                 self._receive(message)
                 became_ready = became_ready or self._is_ready
         except TimeoutError:
@@ -272,13 +272,13 @@ class Supervisor:
             raise InputError(message["message"])
         if op == "ready":
             self.names = list(dict.fromkeys(self._settings.names)) or [message["model"]]
-            self.positions, self._num_sequences = message["positions"], message["rows"]
+            self.positions, self._num_sequences = message["positions"], message["max_seqs"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()
             self._send_pending()
         elif op == "step":
-            for new in message["rows"]:
+            for new in message["news"]:
                 if (job := self._jobs.get(new["id"])) is not None:
                     self._attempt(job, partial(job.add, new))
         elif op == "document":

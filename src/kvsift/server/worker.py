@@ -6,8 +6,8 @@ FD is a connected socket. The process ends when the other side closes it. Messag
 
     in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
           {op: prefill | forget, document, ...}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]},
-          {op: heartbeat, step_s, rows, pages}, {op: document, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, news: [...]},
+          {op: heartbeat, step_s, sequences, pages}, {op: document, document, ...}
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Worker:
     def run(self, incoming: BinaryIO) -> None:
         """Serve the messages of a socket's file until the other side closes."""
         llm = self._llm
-        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_seqs}
+        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "max_seqs": llm.loop.max_seqs}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
         llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
         llm.loop.start()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.decode import DecodeRecipe
-from kvsift_lab.bench.decode_case import FixedSlots, filled_cache, new_slots, pool_bytes, weight_bytes
+from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, pool_bytes, weight_bytes
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
@@ -60,29 +60,29 @@ def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -
 
 
 def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summaries(model: Any) -> None:
-    cache, step = filled_cache(model, PLAN, 256, 2, steps=4), DecoderStep(model)
-    sifted, dense = (new_slots(step, cache, plan, 2, capture=False) for plan in (PLAN, Plan()))
+    caches, step = filled_caches(model, PLAN, 256, 2, steps=4), DecoderStep(model)
+    sifted, dense = (DecodeCase.of(model, step, caches, plan, capture=False).slots for plan in (PLAN, Plan()))
     for one, other in zip(sifted.layers, dense.layers):
         assert one.kv.keys.data_ptr() == other.kv.keys.data_ptr()
         assert one.kv.values.data_ptr() == other.kv.values.data_ptr()
         assert other.summary is None
     assert sifted.layers[2].summary is not None
-    assert all(attention.store.summaries for attention in cache.attentions)
+    assert all(attention.store.summaries for attention in caches[0].attentions)
     need = pool_bytes(model.config, PLAN, 256, 2, 4, 4)
-    assert cache.num_bytes == pytest.approx(need, rel=0.1)
+    assert caches[0].num_bytes == pytest.approx(need, rel=0.1)
 
 
 @pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
 def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
-    cache = filled_cache(model, plan, 256, 2, steps=4)
-    host = FixedSlots(cache, new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
+    caches = filled_caches(model, plan, 256, 2, steps=4)
+    case = DecodeCase.of(model, DecoderStep(model), caches, plan, capture=False)
     for _ in range(2):  # the second time begins where the first began
-        seconds, tallies, tokens = decode_rows(host, 256, 4)
+        seconds, tallies, tokens = decode_rows(case, 256, 4)
         assert min(seconds) > 0
         assert [len(row) for row in tokens] == [5, 5]
         assert [tally.context_tokens for tally in tallies] == [3 * (257 + 258 + 259 + 260)] * 2
         assert all(tally.sparse_queries == 4 for tally in tallies)
-    assert torch.isfinite(cache.attentions[0].store.keys).all()
+    assert torch.isfinite(caches[0].attentions[0].store.keys).all()
 
 
 def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ class CapturedSequence:
 
     Attributes:
         cache: of its keys and values.
-        place: its row there.
         stats: its counters.
         start: tokens cached before the first step.
         most: steps that may be needed.
@@ -34,6 +33,7 @@ class CapturedSequence:
         rule: of decode, its budget as it is now; None is dense.
         sampling: how tokens are chosen.
         guard: of its budget.
+        setup_s: what its group had spent on captures when it joined.
         steps: whose tokens were read.
         done: it needs no more.
         dense: of each step launched for it, whether it was dense.
@@ -50,7 +50,6 @@ class CapturedSequence:
     """
 
     cache: SparseCache
-    place: int
     stats: RunStats
     start: int
     most: int
@@ -58,6 +57,7 @@ class CapturedSequence:
     rule: Rule | None
     sampling: Sampling = field(default_factory=Sampling)
     guard: Guard = field(default_factory=Guard)
+    setup_s: float = 0.0
     steps: int = 0
     done: bool = False
     dense: list[bool] = field(default_factory=list)
@@ -125,7 +125,7 @@ class CapturedSequence:
     def write_summaries(self) -> None:
         """Write the summaries that dense steps have left out."""
         for attention in self.cache.attentions:
-            attention.store.advance(self.place, self.written, self.stale_from)
+            attention.store.advance(0, self.written, self.stale_from)
         self.stale_from = None
 
     def widen(self) -> None:
@@ -135,7 +135,7 @@ class CapturedSequence:
         assert self._planned is not None
         assert self.rule is not None
         if widening := self.guard.settle(self.written, self._planned.budget):
-            self.stats.widenings.append(widening._replace(row=self.place))
+            self.stats.widenings.append(widening)
         rule = widened_rule(self._planned, self.guard)
         self.stays_dense = rule is None  # the rule stays: dense steps leave summaries to be written by it
         if rule is not None and rule != self.rule:

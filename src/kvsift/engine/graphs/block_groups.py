@@ -25,8 +25,8 @@ from torch import Tensor
 from kvsift.engine.graphs.accounting import add_blocks, add_steps
 from kvsift.engine.graphs.block_launches import Clock, Drafts, PlainStep, SequencePlace, launch_plain, to_host
 from kvsift.engine.graphs.feeds import Assignment, Block, Shift, drafts_at, uploaded
-from kvsift.engine.graphs.sequence_groups import Group, PoolSession
-from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS
+from kvsift.engine.graphs.sequence_groups import Group
+from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS, Session
 from kvsift.engine.graphs.slots import Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.sequence import Sequence
@@ -81,43 +81,38 @@ class SequenceBlocks:
 class BlockGroup(Group[SequenceBlocks]):
     """Sequences that are dense or exact."""
 
-    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
-        super().__init__(source, rotation, most)
-        self._setup_s = 0.0
+    def __init__(self, session: Session, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        super().__init__(session, rotation, most)
         self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
-        self._dense_seqs = STEADY_SLOTS if source.keeps_bits else BLOCK_SEQUENCES  # of a part
+        self._dense_seqs = STEADY_SLOTS if session.keeps_bits else BLOCK_SEQUENCES  # of a part
         self._layers: abc.Sequence[DecodeLayer] = ()  # of the last drafts
-
-    @property
-    def setup_s(self) -> float:
-        return self._setup_s
 
     def join(self, seq: Sequence) -> None:
         cache = seq.cache
         assert cache is not None
         pages = torch.tensor(cache.table.planned(0), dtype=torch.int32, device=cache.attentions[0].like.device)
-        taken = {kept.place for each, kept in self._seqs.items() if (each.exact is None) == (seq.exact is None)}
+        taken = {kept.place for each, kept in self._seqs.items() if (each.decoder is None) == (seq.decoder is None)}
         place = next(place for place in count() if place not in taken)
         self._seqs[seq] = SequenceBlocks(
             cache, pages, seq.request.sampling, rule_of(seq.request.plan), place, self.setup_s
         )
-        self._source.need(cache.table.longest)
+        self._session.need(cache.table.longest)
 
     def prepare(self, rule: Rule | None, num_seqs: int, num_pages: int) -> int:
-        self._source.expect(num_pages)
+        self._session.expect(num_pages)
         started, captured = perf_counter(), 0
         blocks = [(2 * part, width, 1) for part, width in _widths(num_seqs, self._dense_seqs)]
         exact = [(2 * part + 1, width) for part, width in _widths(num_seqs, BLOCK_SEQUENCES)]
         blocks += [(*part, size) for part in exact for size in (1, BLOCK)]
-        steps: list[tuple[Slots, StepMode]] = [(self._source.blocks(*each, [rule]), "dense") for each in blocks]
+        steps: list[tuple[Slots, StepMode]] = [(self._session.blocks(*each, [rule]), "dense") for each in blocks]
         if rule is not None:
-            drafts = [self._source.slots(number, [rule]) for number in (1, 2, BLOCK_SEQUENCES)]
+            drafts = [self._session.slots(number, [rule]) for number in (1, 2, BLOCK_SEQUENCES)]
             steps += [(slots, slots.sparse_mode(rule)) for slots in drafts]
         for (slots, mode), choice in product(steps, CHOICES):
             setup = Setup(choice)
             setup.prepare(slots, mode)
             captured += setup.has_captured
-        self._setup_s += perf_counter() - started
+        self.setup_s += perf_counter() - started
         return captured
 
     def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
@@ -141,7 +136,7 @@ class BlockGroup(Group[SequenceBlocks]):
         if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
             slots.assign_blocks(self._blocks_of(seqs, [[seq.token] for seq in seqs]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
-        is_paused = all(seq.exact is None or seq.exact.is_paused for seq in seqs)
+        is_paused = all(seq.decoder is None or seq.decoder.is_paused for seq in seqs)
         after = None
         if is_paused and step.number + 1 < PLAIN_STEPS and all(seq.request.length - seq.num_cached > 2 for seq in seqs):
             after = launch_plain(slots, kind, [], step.number + 1)
@@ -180,7 +175,7 @@ class BlockGroup(Group[SequenceBlocks]):
             slots = self._blocks(number, BLOCK)
             kind = setup.prepare(slots, "dense")
             if places:
-                of_drafts = self._source.slots(len(places), self._rules)
+                of_drafts = self._session.slots(len(places), self._rules)
                 modes = {of_drafts.sparse_mode(self._seqs[place.seq].rule) for place in places}
                 draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
         fed: dict[Sequence, list[int]] = {seq: [seq.token, *each.tokens] for seq, each in zip(seqs, proposals)}
@@ -304,7 +299,7 @@ class BlockGroup(Group[SequenceBlocks]):
     def _blocks(self, number: int, size: int) -> Slots:
         """The slots of a part, with a block of at least so many tokens for each of its sequences."""
         width = 1 + max(self._place(seq) for seq in self._seqs if self._number(seq) == number)
-        return self._source.blocks(number, width, size, self._rules)
+        return self._session.blocks(number, width, size, self._rules)
 
     def _place(self, seq: Sequence) -> int:
         """Of a sequence's block in the slots of its part."""
@@ -312,10 +307,10 @@ class BlockGroup(Group[SequenceBlocks]):
 
     def _number(self, seq: Sequence) -> int:
         """Of the part that a sequence belongs to; those of exact sequences are odd."""
-        return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.exact is not None)
+        return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.decoder is not None)
 
     def _sequences_of_part(self, seq: Sequence) -> int:
-        return self._dense_seqs if seq.exact is None else BLOCK_SEQUENCES
+        return self._dense_seqs if seq.decoder is None else BLOCK_SEQUENCES
 
     def _assignment(self, place: SequencePlace) -> Assignment:
         kept = self._seqs[place.seq]
@@ -333,7 +328,7 @@ class BlockGroup(Group[SequenceBlocks]):
         yield setup
         if setup.has_captured:
             seconds = perf_counter() - started
-            self._setup_s += seconds
+            self.setup_s += seconds
             for kept in self._seqs.values():
                 kept.cache.stats.probe_s += seconds
 
@@ -341,7 +336,7 @@ class BlockGroup(Group[SequenceBlocks]):
         self._ahead.clear()
 
     def release(self, kv: KVPool) -> None:
-        if self._source.kv is kv:
+        if self._session.kv is kv:
             for kept in self._seqs.values():
                 self._count(kept)
             self._layers = ()  # they hold the tensors

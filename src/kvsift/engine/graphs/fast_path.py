@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvsift.engine.graphs.crossover import measure_crossover
-from kvsift.engine.graphs.session import Session, sequence_lengths
+from kvsift.engine.graphs.session import OpenCache, Session, fixed_slots
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
@@ -26,6 +26,7 @@ from kvsift.models.step import NO_STEP, Step
 from kvsift.plan.capabilities import PlanCase, reason, verdict
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.kv_pool import KVPool
 from kvsift.types import Objections
 
 log = logging.getLogger("kvsift")
@@ -127,25 +128,20 @@ class FastPath:
                 self._prefill = FusedModel(self._fused_step(model))
             return self._prefill
 
-    def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Session:
-        """Steps over a cache of a length for so many more tokens; of few, no step is captured."""
+    def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Slots:
+        """Return a slot for a sequence of a length and so many more tokens; for few, no step is captured."""
         cache.reserve_rows([length + number + SPARE_TOKENS])
         capture = self._path != "eager" and number >= CAPTURED_TOKENS
-        return Session(self._step_of(model, cache), cache, self._crossover, capture)
+        return fixed_slots(self._step_of(model, cache.rotation), cache, 1, capture)
 
-    def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
-        """Captured steps over the pool of a cache, which may grow, for sequences of so many pages; ``steady``: see
-        ``Session``."""
-        capture = self._path != "eager"
-        return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
+    def over_pool(self, model: Any, kv: KVPool, open_cache: OpenCache, rotation: int | None, steady: bool) -> Session:
+        """Return captured steps over a pool, whose keys are rotated so (``Session``)."""
+        step = self._step_of(model, rotation)
+        return Session(kv, step, open_cache, self._crossover, self._path != "eager", steady)
 
-    def _step_of(self, model: Any, cache: SparseCache) -> Step:
+    def _step_of(self, model: Any, rotation: int | None) -> Step:
         is_fused = reason(model, DecoderStep.objections) is None
-        return self._fused_step(model) if is_fused else TransformersStep(model, cache.rotation)
-
-    def keeps_bits(self, model: Any) -> bool:
-        """Whether steps of blocks may be of any number of sequences (``models.step``)."""
-        return self._fused_step(model).keeps_bits
+        return self._fused_step(model) if is_fused else TransformersStep(model, rotation)
 
     def _fused_step(self, model: Any) -> DecoderStep:
         with self._making:
@@ -165,11 +161,10 @@ class FastPath:
 
     def _trial(self, plan: Plan, model: Any) -> str | None:
         """Capture a step on a cache of its own, to learn whether the model's code and quantisation allow it."""
-        page_size = plan.page_size or DEFAULT_PAGE_SIZE
-        cache = make_cache(model, plan, rows=sequence_lengths([4 * page_size], page_size))
+        cache = make_cache(model, plan, rows=[4 * (plan.page_size or DEFAULT_PAGE_SIZE)])
         with inference(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
-        slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
+        slots = fixed_slots(self._step_of(model, cache.rotation), cache, 1, capture=True)
         try:
             slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse"))
         except Exception as error:  # anything that the model's code, a compiler or a quantisation raises is reported
@@ -177,13 +172,13 @@ class FastPath:
             return f"a step of {type(model).__name__} cannot be captured ({line})"
         return None
 
-    def _crossover(self, cache: SparseCache, slots: Slots, rule: Rule) -> int:
+    def _crossover(self, slots: Slots, rule: Rule) -> int:
         if isinstance(self._dense_below, int):
             return self._dense_below
         if self._path == "eager" or self.deterministic:  # what is measured differs from time to time
             return 0
         key = (slots.num_slots, str(rule))
-        reserved = slots.batch.table.shape[1] * cache.page_size
+        reserved = slots.batch.table.shape[1] * slots.batch.page_size
         if key not in self._crossovers:
             measured = measure_crossover(slots, rule, reserved)
             if measured is None:  # this cache is too small to measure

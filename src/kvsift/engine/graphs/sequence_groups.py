@@ -1,128 +1,58 @@
-"""Captured steps over the pool of a loop, for sequences that join and leave while others decode."""
+"""Sequences that decode in captured steps while others join and leave: the host reads the tokens of a step while the
+next one runs.
+
+The end of a sequence shows one step late. What was launched for it after its end is written into pages of its own, and
+is not read.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import abc
-from collections.abc import Callable
+from collections import abc, deque
+from itertools import product
+from time import perf_counter
 from typing import Generic, NamedTuple, TypeVar
 
-from kvsift.engine.graphs.accounting import CapturedSequence
-from kvsift.engine.graphs.captured_sequences import CapturedSequences
+import torch
+from torch import Tensor
+
+from kvsift.engine.graphs.accounting import CapturedSequence, add_counts
+from kvsift.engine.graphs.feeds import Assignment
+from kvsift.engine.graphs.probing import Probe, probe_sequences
 from kvsift.engine.graphs.session import STEADY_SLOTS, Session
-from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.graphs.slots import Slots, StepKind, tokens_of
+from kvsift.engine.sampling import CHOICES, choice_of
 from kvsift.engine.sequence import Sequence
-from kvsift.layer.paged_decode import rule_of
+from kvsift.layer.paged_decode import ALWAYS, StepMode, rule_of
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
-from kvsift.stores.page_table import PageTable
 
+LAUNCHED_AHEAD = 2  # steps launched ahead of the last token read
+MOVE_STEPS = 512  # so many steps must be left before fewer slots are worth capturing: a second for microseconds each
 GroupMember = TypeVar("GroupMember")  # what a group keeps of a sequence
-
-
-class PoolSession:
-    """Slots over the pool of a loop, captured again when its tensors have moved or a sequence is longer than any
-    before.
-
-    Args:
-        kv: the pool.
-        open_session: returns captured steps for a rule, over the pool of a table and for sequences of so many pages.
-        keeps_bits: steps of blocks may be of any number of sequences (``models.step``).
-    """
-
-    def __init__(
-        self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session], keeps_bits: bool = False
-    ) -> None:
-        self.kv, self._open, self.keeps_bits = kv, open_session, keeps_bits
-        self.table = PageTable(1, kv)  # of the scratch page
-        self._session: Session | None = None
-        self._moves = 0
-        self._pages = 1  # of the longest sequence
-
-    def need(self, num_pages: int) -> None:
-        """Make room for a sequence of so many pages, and soon for twice as many: it is said in powers of two."""
-        if num_pages > self._pages:
-            self._pages = 1 << (num_pages - 1).bit_length()
-
-    def expect(self, num_pages: int) -> None:
-        """Make room for sequences of so many pages, the longest that may come."""
-        self._pages = max(self._pages, num_pages)
-
-    def slots(self, num_slots: int, rules: abc.Sequence[Rule | None]) -> Slots:
-        """Return slots for at least so many sequences with these rules, all of one method."""
-        self._ready(next((rule for rule in rules if rule is not None), None))
-        return self._open_session.slots(num_slots, rules)
-
-    def blocks(self, number: int, seqs: int, size: int, rules: abc.Sequence[Rule | None]) -> Slots:
-        """Return slots of blocks (``Session.blocks``), whose steps write the summaries of these rules."""
-        self._ready(next((rule for rule in rules if rule is not None), None))
-        return self._open_session.blocks(number, seqs, size)
-
-    def _ready(self, rule: Rule | None) -> None:
-        if not self.holds or not self._session_takes(rule):
-            self.release()
-            self._session = self._open(rule, self.table, self._pages)
-            self._moves = self.kv.moves
-
-    def release(self) -> None:
-        """Let go of the tensors."""
-        if self._session is not None:
-            self._session.forget()
-        self._session = None
-
-    @property
-    def _open_session(self) -> Session:
-        assert self._session is not None, "slots come first"
-        return self._session
-
-    def captured(self, num_slots: int, rules: abc.Sequence[Rule | None], kind: StepKind) -> bool:
-        """Return whether a step for them is captured."""
-        return self.holds and self._open_session.captured(num_slots, rules, kind)
-
-    def dense_below(self, slots: Slots, rule: Rule) -> int:
-        """Return the context length below which dense steps are to be preferred."""
-        return self._open_session.dense_below(slots, rule)
-
-    @property
-    def steady(self) -> bool:
-        """Whether what a sequence answers does not depend on others."""
-        return self._open_session.steady
-
-    @property
-    def holds(self) -> bool:
-        """Whether the pool is where it was."""
-        return self._session is not None and self._moves == self.kv.moves
-
-    def _session_takes(self, rule: Rule | None) -> bool:
-        session = self._open_session
-        own = rule_of(session.cache.run.plan)
-        if session.steady and own != rule:
-            return False
-        return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
 class Group(ABC, Generic[GroupMember]):
     """Sequences of a loop that take captured steps together.
 
     Args:
-        source: of their slots.
+        session: of their slots.
         rotation: of their keys (``models.hf.pinning``).
         most: sequences.
+
+    Attributes:
+        setup_s: seconds spent on capturing graphs, and on measuring the crossover.
     """
 
-    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
-        self._source, self.rotation, self._most = source, rotation, most
+    def __init__(self, session: Session, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        self._session, self.rotation, self._most = session, rotation, most
         self._seqs: dict[Sequence, GroupMember] = {}
-
-    @property
-    @abstractmethod
-    def setup_s(self) -> float:
-        """Seconds spent on capturing."""
+        self.setup_s = 0.0
 
     def serves(self, kv: KVPool) -> bool:
         """Return whether the group decodes over a pool, or still has a sequence."""
-        return self._source.kv is kv or bool(self._seqs)
+        return self._session.kv is kv or bool(self._seqs)
 
     @property
     def seqs(self) -> list[Sequence]:
@@ -131,14 +61,14 @@ class Group(ABC, Generic[GroupMember]):
 
     def runs(self, kv: KVPool) -> list[Run]:
         """Pages of a pool that are of no sequence."""
-        return self._source.table.all_runs if self._source.kv is kv else []
+        return self._session.table.all_runs if self._session.kv is kv else []
 
     def takes(self, seq: Sequence, rotation: int | None) -> bool:
         """Return whether a sequence may join: steps rank by one method, sequences without a rule beside."""
         assert seq.cache is not None
         rule, rules = rule_of(seq.request.plan), (rule_of(each.request.plan) for each in self._seqs)
         methods = {each.method for each in rules if each is not None}
-        fits = self._source.kv is seq.cache.table.kv and rotation == self.rotation and len(self._seqs) < self._most
+        fits = self._session.kv is seq.cache.table.kv and rotation == self.rotation and len(self._seqs) < self._most
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
@@ -172,9 +102,9 @@ class Group(ABC, Generic[GroupMember]):
 
     def release(self, kv: KVPool) -> None:
         """Let go of the tensors of a pool."""
-        if self._source.kv is kv:
+        if self._session.kv is kv:
             self.recall()
-            self._source.release()
+            self._session.release()
 
     def leave(self, seq: Sequence) -> CapturedSequence | None:
         """Let a sequence go, and count its steps; returns those of which some were launched ahead.
@@ -194,77 +124,227 @@ class Group(ABC, Generic[GroupMember]):
         """Count the steps of a sequence that leaves, which is not called again; returns as ``leave``."""
 
 
-class JoinedSequence(NamedTuple):
-    """A sequence, its captured steps, and what its group had spent on captures when it joined."""
+class LaunchedStep(NamedTuple):
+    """A step whose results have not been read."""
 
-    steps: CapturedSequence
-    setup_s: float
+    results: Tensor  # ``Slots.results``, on the host once the event has come
+    event: torch.cuda.Event | None
+    seqs: abc.Sequence[CapturedSequence]  # by slot
+    probes: abc.Sequence[Probe]
 
 
-class SequenceGroup(Group[JoinedSequence]):
+class SequenceGroup(Group[CapturedSequence]):
     """Sequences whose steps are launched ahead; what they are rounded to depends on how many they are."""
 
-    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
-        super().__init__(source, rotation, most)
-        self._steps = CapturedSequences(source)
+    def __init__(self, session: Session, rotation: int | None, most: int = STEADY_SLOTS) -> None:
+        super().__init__(session, rotation, most)
+        self._slots: Slots | None = None
+        self._by_slot: list[CapturedSequence] = []  # one that is done keeps its slot, idle, until the others move
+        self._number = 0  # of the next step since sequences were assigned
+        self._moves = False  # to other slots, once no step is launched
+        self._launched: deque[LaunchedStep] = deque()
+        self._buffers: list[Tensor] = []
+        self._dense_below = 0  # contexts shorter than this were dense
         self._prepared: Rule | None = None  # for sequences of its method steps were captured ahead, and are kept
 
     def takes(self, seq: Sequence, rotation: int | None) -> bool:
         rule = rule_of(seq.request.plan)
         alike = rule is None or self._prepared is None or rule.method == self._prepared.method
-        if alike and self._source.kv.steady:  # slots are made for the budgets that sequences have, and may come to have
+        if (
+            alike and self._session.kv.steady
+        ):  # slots are made for the budgets that sequences have, and may come to have
             plan, others = seq.request.plan, {each.request.plan.decode for each in self._seqs}
             alike = not others or (not plan.is_guarded and others == {plan.decode})
         return alike and super().takes(seq, rotation)
-
-    @property
-    def setup_s(self) -> float:
-        return self._steps.setup_s
 
     def join(self, seq: Sequence) -> None:
         assert seq.cache is not None
         cache, stats, start, most = seq.cache, seq.counters, seq.num_cached, seq.request.max_new_tokens - 1
         rule, guard = rule_of(seq.request.plan), cache.run.guards.of(0)
-        steps = CapturedSequence(cache, 0, stats, start, most, seq.token, rule, seq.request.sampling, guard)
+        steps = CapturedSequence(cache, stats, start, most, seq.token, rule, seq.request.sampling, guard, self.setup_s)
         before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
         steps.sparse_steps = max(before, default=0)
-        self._seqs[seq] = JoinedSequence(steps, self._steps.setup_s)
-        self._source.need(cache.table.longest)
-
-    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
-        present = self._steps.ready([self._seqs[seq].steps for seq in seqs])
-        if not present:
-            self._steps.recall()
-            return [list(seqs)]
-        if len(present) < len(seqs):
-            self._steps.stop_ahead()
-        return [[seq for seq in seqs if self._seqs[seq].steps in present]]
-
-    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
-        if any(seq.token != self._seqs[seq].steps.token for seq in seqs):  # their clients took others
-            self.recall()
-        return self._steps.step([self._seqs[seq].steps for seq in seqs])
+        self._seqs[seq] = steps
+        self._session.need(cache.table.longest)
 
     def may_prepare(self, rule: Rule | None) -> bool:
         before = self._prepared
         return super().may_prepare(rule) and (before is None or (rule is not None and rule.method == before.method))
 
     def prepare(self, rule: Rule | None, num_seqs: int, num_pages: int) -> int:
-        self._source.expect(num_pages)
+        """Capture all steps that one, two, four, ... sequences under a rule may take, dense sequences beside."""
+        started, count = perf_counter(), 0
+        self._session.expect(num_pages)
         self._prepared = rule
-        return self._steps.prepare(rule, num_seqs)
+        for number in [1 << power for power in reversed(range((num_seqs - 1).bit_length() + 1))]:
+            slots = self._session.slots(number, [rule])
+            modes: set[StepMode] = {"dense"} if rule is None else {"dense", "mixed", slots.sparse_mode(rule)}
+            if self._session.steady:
+                modes = {"mixed"}
+            if rule is not None:
+                self._session.dense_below(slots, rule)
+            for mode, choice in product(modes, CHOICES):
+                kind = StepKind(mode, choice)
+                count += not slots.captured(kind)
+                slots.prepare(kind)
+        self.setup_s += perf_counter() - started
+        return count
+
+    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
+        """One that joins waits for what was launched without it."""
+        if not self._launched:
+            return [list(seqs)]
+        present = [seq for seq in seqs if self._seqs[seq] in self._launched[0].seqs]
+        if not present:
+            self.recall()
+            return [list(seqs)]
+        if len(present) < len(seqs):  # launch nothing more before all take slots again
+            self._moves = True
+        return [present]
+
+    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
+        members = [self._seqs[seq] for seq in seqs]
+        present = [member for member in self._by_slot if not member.done]
+        is_given = any(seq.token != member.token for seq, member in zip(seqs, members))  # another one, by a client
+        if is_given or any(member not in members for member in present):
+            self.recall()
+            present = []
+        joins = len(present) < len(members)
+        self._moves = self._moves or not self._session.holds or self._should_move(present)
+        if not self._launched and (self._moves or joins):
+            self._assign(members)
+        while not self._moves and len(self._launched) < LAUNCHED_AHEAD and any(seq.remaining > 0 for seq in members):
+            self._launch(members)
+            self._moves = any(seq.will_widen for seq in members if seq.remaining > 0)
+        return self._read(members)
 
     def recall(self) -> None:
-        for seq, (steps, _) in self._seqs.items():
-            steps.go_back(seq.num_cached - steps.start, seq.token)
-        self._steps.recall()
+        for seq, member in self._seqs.items():
+            member.go_back(seq.num_cached - member.start, seq.token)
+        self._launched.clear()
+        self._moves = True
+        for member in self._by_slot:
+            member.recall()
+        self._by_slot = []
 
     def release(self, kv: KVPool) -> None:
-        if self._source.kv is kv:
+        if self._session.kv is kv:
             super().release(kv)
-            self._steps.release()
+            self._slots = None
 
-    def _end(self, seq: Sequence, kept: JoinedSequence) -> CapturedSequence:
-        seq.setup_s, seq.dense_below = self._steps.setup_s - kept.setup_s, self._steps.dense_below
-        self._steps.leave(kept.steps)
-        return kept.steps
+    def _end(self, seq: Sequence, kept: CapturedSequence) -> CapturedSequence:
+        seq.setup_s, seq.dense_below = self.setup_s - kept.setup_s, self._dense_below
+        kept.done = True
+        if kept in self._by_slot and self._slots is not None:
+            self._slots.release(self._by_slot.index(kept))
+        if kept.steps:
+            slots = self._slots or self._session.slots(1, [kept.rule])
+            add_counts(kept, slots.layers, slots.over_bus)
+        return kept
+
+    def _assign(self, seqs: abc.Sequence[CapturedSequence]) -> None:
+        started = perf_counter()
+        for seq in seqs:
+            seq.widen()
+        slots = self._slots = self._session.slots(len(seqs), [seq.rule for seq in seqs])
+        for seq in seqs:
+            self._prepare(seq, slots)
+        steps = max(seq.remaining for seq in seqs)
+        for step in {0} | {seq.dense_below - seq.written - 1 for seq in seqs}:  # where sequences become sparse
+            if running := [seq for seq in seqs if 0 <= step < seq.remaining]:
+                slots.prepare(self._kind(seqs, running, step))
+        slots.assign([_assignment(seq) for seq in seqs], steps)
+        self._by_slot, self._number, self._moves = list(seqs), 0, False
+        self._buffers = [_host_buffer(slots.results) for _ in range(LAUNCHED_AHEAD + 1)]
+        seconds = perf_counter() - started
+        self.setup_s += seconds
+        self._pause(seconds)
+
+    def _prepare(self, seq: CapturedSequence, slots: Slots) -> None:
+        seq.count_slot()
+        seq.sparse_mode, seq.dense_below = slots.sparse_mode(seq.rule), ALWAYS
+        if seq.rule is not None and not seq.stays_dense:
+            measured = self._session.dense_below(slots, seq.rule)
+            if not seq.budgets:  # else the guard has decided on a budget for which dense steps may be faster
+                self._dense_below = max(self._dense_below, measured)
+            seq.dense_below = max(measured, seq.rule.budget.min_context)
+
+    def _pause(self, seconds: float) -> None:
+        """Let seconds be no part of the time of any token."""
+        for seq in self._by_slot:
+            seq.stats.probe_s += 0.0 if seq.done else seconds
+
+    def _launch(self, seqs: abc.Sequence[CapturedSequence]) -> None:
+        slots = self._slots
+        assert slots is not None
+        kind = self._kind(self._by_slot, seqs)
+        if not slots.captured(kind):  # sequences have ended, and with them the other mode of a mixed step
+            kind = kind._replace(mode="mixed")
+        for seq in seqs:
+            if seq.remaining > 0:
+                seq.widen()  # notes what was probed; a budget that grows has stopped the launches before
+            _follow_summaries(seq, kind)
+            seq.dense.append(seq.mode() == "dense")
+            seq.sparse_before.append(seq.sparse_steps)
+        step = slots.run(kind, self._number)
+        buffer, event = self._buffers[self._number % len(self._buffers)], None
+        self._number += 1
+        buffer.copy_(slots.results, non_blocking=True)
+        if buffer.is_pinned():
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(slots.tokens.device))
+        probes, seconds = probe_sequences(slots, step, self._by_slot)
+        self._pause(seconds)
+        self._launched.append(LaunchedStep(buffer, event, self._by_slot, probes))
+
+    def _read(self, seqs: abc.Sequence[CapturedSequence]) -> list[int]:
+        step = self._launched.popleft()
+        if step.event is not None:
+            step.event.synchronize()
+        for probe in step.probes:
+            if not probe.seq.done:
+                probe.add()
+        tokens, counted = tokens_of(step.results), step.results[2:].clone()
+        read = []
+        for seq in seqs:
+            slot = step.seqs.index(seq)
+            seq.go_on(tokens[slot], counted[:, slot])
+            read.append(seq.token)
+        return read
+
+    def _kind(
+        self, seqs: abc.Sequence[CapturedSequence], running: abc.Sequence[CapturedSequence], ahead: int = 0
+    ) -> StepKind:
+        """The step that these of the sequences need, so many steps from now."""
+        modes: set[StepMode] = {"mixed"} if self._session.steady else {seq.mode(ahead) for seq in running}
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(seq.sampling for seq in seqs))
+
+    def _should_move(self, seqs: abc.Sequence[CapturedSequence]) -> bool:
+        """Return whether the sequences that are left move to fewer slots."""
+        if self._slots is None or not seqs or 2 * len(seqs) > self._slots.num_slots or self._session.steady:
+            return False
+        steps, kind = max(seq.remaining for seq in seqs), self._kind(seqs, seqs)
+        rules = [seq.rule for seq in seqs]
+        return steps > 0 and (steps >= MOVE_STEPS or self._session.captured(len(seqs), rules, kind))
+
+
+def _follow_summaries(seq: CapturedSequence, kind: StepKind) -> None:
+    """Note where summaries begin to be missing; write them before the first sparse step.
+
+    Mixed steps write the summaries of all sequences, and so leave no gap behind a sequence that is dense in them.
+    """
+    if seq.rule is None:
+        return
+    if kind.mode == "dense" and seq.stale_from is None:
+        seq.stale_from = seq.written
+    elif seq.mode() != "dense" and seq.stale_from is not None:
+        seq.write_summaries()
+
+
+def _assignment(seq: CapturedSequence) -> Assignment:
+    pages = seq.cache.table.planned(0)
+    return Assignment(pages, seq.written, seq.token, seq.sampling, seq.steps + 1, seq.rule, seq.dense_below)
+
+
+def _host_buffer(results: Tensor) -> Tensor:
+    return torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)

@@ -64,7 +64,7 @@ def step_exactly(
         notify: called with what follows each token that is fed, in their order, which ``num_cached`` counts from then
             on; returns the token that was chosen, None if the answer has ended.
     """
-    decoders = [seq.exact for seq in seqs if seq.exact is not None]
+    decoders = [seq.decoder for seq in seqs if seq.decoder is not None]
     most = [min(seq.request.length - seq.num_cached, model.most_verified(seq)) - 1 for seq in seqs]
     ahead = [model.is_ahead(seq) for seq in seqs]
     may = [number if each.drafts and not launched else 0 for each, number, launched in zip(decoders, most, ahead)]

@@ -101,11 +101,12 @@ class SparseCache(DynamicCache):
 
     @property
     def rotation(self) -> int | None:
-        """Rotation of the keys, where RoPE depends on the length (``models.hf.pinning``); None: not set yet."""
+        """Rotation of the keys, where RoPE depends on the length (``models.hf.pinning``); None: the first pass sets
+        it."""
         return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
 
-    def pin(self, rotation: int | None) -> None:
-        """Set the rotation before the first pass does."""
+    @rotation.setter
+    def rotation(self, rotation: int | None) -> None:
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.rotation = rotation
