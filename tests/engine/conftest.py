@@ -10,6 +10,7 @@ from engine.apart import SIZES
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
+from kvsift.models.hf.model_directory import ModelDirectory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,6 +38,12 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer has a chat template."""
     return write_model(tmp_path_factory.mktemp("chatty"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights may be loaded."""
+    monkeypatch.setattr(ModelDirectory, "load", lambda *_: pytest.fail("weights were loaded"))
 
 
 @pytest.fixture(scope="module")
