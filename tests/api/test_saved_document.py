@@ -348,8 +348,9 @@ def test_another_model_is_refused_before_weights_are_loaded(llama: Path, chatty:
 
 
 @pytest.mark.parametrize("change", ["seed", "config", "tokenizer"])
-@pytest.mark.usefixtures("no_weights")
-def test_a_change_of_the_files_is_noticed(change: str, llama: Path, saved: Path, tmp_path: Path) -> None:
+def test_a_change_of_the_files_is_noticed(
+    change: str, llama: Path, saved: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     directory = tmp_path / "elsewhere" / llama.name
     shutil.copytree(llama, directory)
     LLM(directory, QUEST).open(saved)  # a copy is the same model
@@ -360,6 +361,7 @@ def test_a_change_of_the_files_is_noticed(change: str, llama: Path, saved: Path,
     content |= {"rms_norm_eps": 0.1} if change == "config" else {"model_max_length": 77}
     if change != "seed":
         (directory / name).write_text(json.dumps(content))
+    request.getfixturevalue("no_weights")
     llm = LLM(directory, QUEST)
     with pytest.raises(InputError, match="another"):
         llm.open(saved)

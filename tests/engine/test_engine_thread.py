@@ -37,7 +37,6 @@ def run(directory: Path, story: str, *arguments: str) -> subprocess.CompletedPro
     begin = f"""
         import os, random, signal, sys, threading, time
         from kvsift import LLM, InputError
-from kvsift.engine.schedule import Schedule
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process is without
         TEXT = {text_of(300)!r}
         llm = LLM({str(directory)!r}, {PLAN!r}, device="cpu", chunk_size=64, dtype="float32")

@@ -22,6 +22,7 @@ from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Pace
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
@@ -394,15 +395,15 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
     ids = llm.generate(text_of(100), max_new_tokens=1).token_ids  # captured steps are kept
     seen.clear()
     fresh = open_llm(Path(llm.directory.path), llm.fast_path.name)
-    run = Slots._run
-    inside = []
+    step, inside = DecoderStep.__call__, list[Any]()
 
-    def within(slots: Slots, kind: StepKind, queries: Any) -> None:
+    def within(of: DecoderStep, tokens: Any, angles: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
         seen.clear()
-        run(slots, kind, queries)
-        inside.extend(seen if slots.batch.block else [])  # whether steps can be captured is tried without blocks
+        logits = step(of, tokens, angles, batch, *arguments, **options)
+        inside.extend(seen if batch.block else [])  # whether steps can be captured is tried without blocks
+        return logits
 
-    monkeypatch.setattr(Slots, "_run", within)
+    monkeypatch.setattr(DecoderStep, "__call__", within)
     assert fresh.generate(text_of(100), max_new_tokens=4).token_ids[:1] == ids
     assert inside
     assert all(inside)
