@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := 5.17.0
 # what reads transformers' modules, caches, configs and loaders; the rest of the engine builds on these
-OLDEST_TESTS := tests/models --ignore=tests/models/hf/test_tensor_parallel.py $(addprefix tests/engine/test_,$(addsuffix .py,\
-  engine_generate hub quantised rope_lengths))
+OLDEST_TESTS := tests/models --ignore=tests/models/hf/test_tensor_parallel.py tests/api/test_llm.py $(addprefix tests/engine/test_,$(addsuffix .py,\
+  hub quantised rope_lengths))
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8

@@ -10,10 +10,13 @@ from typing import Any
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
+from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.syntax import parse_plan
 
 GRID = 64
@@ -36,6 +39,13 @@ GREEDY = Sampling()
 def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options: Any) -> LLM:
     settings = {"device": device, "chunk_size": GRID, "dtype": "float32", "probe_every": 3, "dense_below": BELOW}
     return LLM(directory, "dense", path=path, **{**settings, **options})
+
+
+def new_loop(llm: LLM, **options: Any) -> SequenceRunner:
+    """Give an LLM a loop with these options; what that does with the model."""
+    runner = SequenceRunner(llm)
+    llm.loop = Loop(runner, GRID, **options)
+    return runner
 
 
 def new_sequence(
@@ -90,6 +100,17 @@ def assert_equal(seq: Sequence, other: Sequence) -> None:
     assert tokens(seq) == tokens(other)[: len(tokens(seq))]
     if seq.finish_reason == other.finish_reason:
         assert counters(seq) == counters(other)
+
+
+def pinned_caches(llm: LLM) -> list[SparseCache]:
+    """Caches of the documents that were prefilled."""
+    return [prefix.cache for prefix in llm.loop.pages.pinned if prefix.cache is not None]
+
+
+def assert_nothing_left(llm: LLM) -> None:
+    """No sequence keeps pages or captured steps."""
+    llm.release()
+    assert llm.loop.pages.kv.pages.num_pages == 0
 
 
 def history(llm: LLM, rng: random.Random) -> list[tuple[Sequence, tuple[Any, ...]]]:

@@ -13,6 +13,7 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, native
+from kvsift.engine.sequence_runner import SequenceRunner
 
 QUEST = "quest:budget=128:window=32:dense_layers=0"
 QUESTIONS = ["How many sacks?", "Which mill grinds?"]
@@ -61,7 +62,9 @@ def test_a_document_that_was_given_pages_of_another_size_keeps_no_others(llama: 
 
 
 @pytest.mark.parametrize("path", ["auto", "eager"])
-def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: Path) -> None:
+def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
+    path: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four threads; every answer is as alone, and some step decodes all of them."""
     texts = [text_of(300), text_of(180), text_of(90)]
     options: dict[str, Any] = {"dense_below": 0, "path": path, "deterministic": True, "dtype": "float32"}
@@ -81,8 +84,10 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: 
 
     expected = [task() for task in tasks(LLM(llama, QUEST, **options))]
     llm, together, start = LLM(llama, QUEST, **options), list[int](), Barrier(4)
-    step = llm.loop._runner.decode_sequences
-    llm.loop._runner.decode_sequences = lambda seqs: together.append(len(seqs)) or step(seqs)  # type: ignore[method-assign]
+    step = SequenceRunner.decode_sequences
+    monkeypatch.setattr(
+        SequenceRunner, "decode_sequences", lambda runner, seqs: together.append(len(seqs)) or step(runner, seqs)
+    )
 
     def run(task: Callable[[], list[int]]) -> list[int]:
         start.wait()
@@ -103,7 +108,7 @@ def test_threads_ask_one_document_side_by_side(llama: Path) -> None:
     questions = [f"{question} {number}" for question in QUESTIONS for number in range(3)]
     expected = [document.ask(question, max_new_tokens=30).token_ids for question in questions]
     used, seen = llm.loop.pages.kv.pages.num_used, list[int]()
-    llm.loop.after_step = lambda: seen.append(len(llm.loop._schedule.decoding))
+    llm.loop.after_step = lambda: seen.append(llm.loop.counts()["sequences"]["decoding"])
     with ThreadPoolExecutor(len(questions)) as threads:
         answers = list(threads.map(lambda question: document.ask(question, max_new_tokens=30).token_ids, questions))
     assert answers == expected

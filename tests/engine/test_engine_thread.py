@@ -18,6 +18,7 @@ import torch
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
+from kvsift.engine.schedule import Schedule
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 INTERRUPTS = int(60 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
@@ -163,15 +164,15 @@ def test_a_fault_of_the_engine_reaches_everyone_who_waits_with_its_cause(
     expected = llm.generate(text_of(100), max_new_tokens=6).token_ids
     documents = [llm.read(text_of(200)) for _ in range(2)]
     answers = [document.ask("Which?", max_new_tokens=6).token_ids for document in documents]
-    decide, steps = llm.loop._schedule.decide, list[int]()
+    decide, steps = Schedule.decide, list[int]()
 
-    def fails(room: int) -> Any:
+    def fails(schedule: Schedule, room: int) -> Any:
         steps.append(room)
         if len(steps) == 6:
             raise ZeroDivisionError("a fault")
-        return decide(room)
+        return decide(schedule, room)
 
-    monkeypatch.setattr(llm.loop._schedule, "decide", fails)
+    monkeypatch.setattr(Schedule, "decide", fails)
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(llm.generate, text_of(120 + number), max_new_tokens=40) for number in range(3)]
         errors = [each.exception(timeout=60) for each in waiting]
@@ -251,16 +252,15 @@ def test_llms_that_are_made_and_dropped_leave_no_thread_no_file_and_no_memory(ll
 def test_twenty_threads_share_an_llm(llama: Path) -> None:
     llm, texts = new_llm(llama), [text_of(40 + 9 * number) for number in range(20)]
     alone = new_llm(llama)
-    expected = [alone.generate(text, max_new_tokens=6).token_ids for text in texts]
+    expected, others = [alone.generate(text, max_new_tokens=6).token_ids for text in texts], threading.enumerate()
     with ThreadPoolExecutor(20) as threads:  # whoever comes first starts the engine
         answers = list(threads.map(lambda text: llm.generate(text, max_new_tokens=6).token_ids, texts))
     assert answers == expected
     llm.loop.check()
-    names = [thread.name for thread in threading.enumerate() if thread is llm.loop._thread]
-    assert names == ["kvsift engine"]
+    [thread] = [each for each in threading.enumerate() if each not in others]
+    assert thread.name == "kvsift engine"
     llm.close()
-    assert llm.loop._thread is not None
-    assert not llm.loop._thread.is_alive()
+    assert not thread.is_alive()
 
 
 def test_what_a_thread_has_set_for_torch_does_not_reach_the_engine_but_its_number_of_threads_does(llama: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 from models.tiny import tiny
 
@@ -40,13 +41,13 @@ def test_the_text_is_the_same_and_the_bytes_fall(spec: str, llama: Path) -> None
 
 
 def test_a_document_that_was_dropped_is_read_again_for_the_next_question(llama: Path) -> None:
-    freed, hidden = (llm(llama, f"snapkv:evict={evict}").read(text_of(1200)) for evict in ("true", "false"))
-    caches = []
+    models, caches = [llm(llama, f"snapkv:evict={evict}") for evict in ("true", "false")], []
+    freed, hidden = (model.read(text_of(1200)) for model in models)
     for question in ("How many sacks?", "Which mill?", "How many sacks?"):
         one, other = (document.ask(question, max_new_tokens=8) for document in (freed, hidden))
         assert one.token_ids == other.token_ids
         assert one.kv_bytes < other.kv_bytes
-        caches.append((freed._prefix.cache, hidden._prefix.cache))
+        caches.append([cache for model in models for cache in pinned_caches(model)])
     assert len({id(cache) for cache, _ in caches}) == 3
     assert len({id(cache) for _, cache in caches}) == 1
 
@@ -66,7 +67,7 @@ def test_a_document_that_was_dropped_while_it_was_read_is_read_once(spec: str, l
         answer = document.ask(question, max_new_tokens=40)
         fresh = model.read(text_of(3000)).ask(question, max_new_tokens=40)
         assert answer.token_ids == fresh.token_ids
-        caches.append(document._prefix.cache)
+        caches += pinned_caches(model)
         # one of three layers is dense; the others hold the budget, and what was left when the document was read
         assert answer.kv_bytes < (3000 + 2 * 64 * 16 + 2 * (2 * 96 + 256 + 3 * 64) * 2) * 2 * 2 * 16 * 4
     assert len({id(cache) for cache in caches}) == 1

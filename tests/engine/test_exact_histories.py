@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from engine.loop_sequences import GRID, new_sequence, take_steps, tokens
+from engine.loop_sequences import GRID, new_loop, new_sequence, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
@@ -50,7 +50,7 @@ def sequence_of(llm: LLM, number: int, has_own_mind: bool) -> Sequence:
 def test_sequences_come_and_go_whatever_is_drafted(
     llm: LLM, seed: int, has_own_mind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, amounts, behind = random.Random(seed), dict[int, int](), []
+    rng, amounts, behind, runner = random.Random(seed), dict[int, int](), [], new_loop(llm)
 
     def amount(pace: Pace, repeat: int, repeated: int, most: int) -> Amount:
         if repeated and rng.random() < 0.2:
@@ -94,7 +94,7 @@ def test_sequences_come_and_go_whatever_is_drafted(
         if rng.random() < 0.01 and seqs:
             llm.loop.cancel(rng.choice(list(seqs.values())))
         if rng.random() < 0.02:
-            llm.loop._runner.release(llm.loop.pages.kv)
+            runner.release(llm.loop.pages.kv)
     for number, seq in seqs.items():
         assert seq.error is None
         assert tokens(seq) == expected[number][: len(tokens(seq))], number

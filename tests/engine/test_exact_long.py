@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ends import set_ends
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling, native
@@ -37,7 +38,7 @@ def test_long_answers_are_those_of_dense_attention(llm: LLM, tokens: int, monkey
     """2,160 tokens of exact decoding in each of six cases, and answers to the questions of the demo."""
     text = make_document(tokens)
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "_end_ids", lambda runner: frozenset())
+        set_ends(patch)
         ids = llm.tokenizer(text)["input_ids"][:tokens]
         document = Document(llm, ids, lambda question: ids, parse_plan("dense"))
         prompt = [*ids, *llm.tokenizer(" The", add_special_tokens=False)["input_ids"]]
@@ -54,7 +55,7 @@ def test_long_answers_are_those_of_dense_attention(llm: LLM, tokens: int, monkey
 
 
 def test_long_sequences_are_exact_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LLM, "_end_ids", lambda runner: frozenset())
+    set_ends(monkeypatch)
     text = make_document(4_096)
     texts = [text[:length] for length in (16_000, 9_000, 14_000, 6_000)]
     options = {"max_new_tokens": 150, "sampling": [Sampling(0.8 * (seq % 2), seed=seq) for seq in range(4)]}
@@ -69,7 +70,7 @@ def test_exact_answers_are_drawn_from_the_distribution_of_the_model(
 ) -> None:
     """Chi-square of 100,000 tokens against what the model expects after each text, by token and by rank: beyond these
     in one of a thousand runs, and the seeds are fixed."""
-    monkeypatch.setattr(LLM, "_end_ids", lambda runner: frozenset())
+    set_ends(monkeypatch)
     directory = write_model(tmp_path, "Qwen3", hidden_size=64, head_dim=32, num_hidden_layers=1)
     llm, prompt, new, seqs = LLM(directory, "dense", device="cpu", dtype="float32"), text_of(120), 25, 250
     plan = "sketch:budget=48:sinks=4:window=16:dense_layers=none"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.loop_sequences import GRID, assert_equal, new_sequence, take_steps, tokens
+from engine.loop_sequences import GRID, assert_equal, assert_nothing_left, new_sequence, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
@@ -22,6 +22,7 @@ from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.pace import Amount, Pace
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
@@ -164,7 +165,7 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
 def test_a_sampled_sequence_that_joins_another_part_changes_no_token_launched_ahead(llm: LLM, exact: bool) -> None:
     """Its part has steps captured in which tokens are drawn, for all sequences of the group, while theirs are on the
     way."""
-    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    other = open_llm(Path(llm.directory.path), llm.fast_path.name)
     dense = other.generate(text_of(300), max_new_tokens=60).token_ids
     seqs = [new_sequence(other, text_of(300), "dense", 60)]
     other.loop.submit(seqs[0])
@@ -300,7 +301,7 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
         prepare(slots, kind)
 
     monkeypatch.setattr(Slots, "prepare", slow)
-    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    other = open_llm(Path(llm.directory.path), llm.fast_path.name)
     for answer in (
         other.generate(text_of(200), plan=PLANS[1], exact=True, max_new_tokens=NEW),
         other.read(text_of(300)).ask("What grinds?", plan=PLANS[1], exact=True, max_new_tokens=NEW, stop=None),
@@ -347,7 +348,7 @@ def test_documents_answer_exactly_and_stay_as_they_were(llm: LLM, phase: str) ->
 
 
 def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
-    keeping = open_llm(Path(llm.directory.path), llm.fast_path._path, keep_tokens=4096)
+    keeping = open_llm(Path(llm.directory.path), llm.fast_path.name, keep_tokens=4096)
     for plan, exact in ((PLANS[0], False), (PLANS[1], True), ("dense", False)):
         options = {"plan": plan, "exact": exact, "max_new_tokens": NEW}
         first, again = (keeping.generate(text_of(500), **options) for _ in range(2))
@@ -367,7 +368,7 @@ def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
     ],
 )
 def test_what_cannot_be_promised_is_refused(llm: LLM, options: dict, call: dict, reason: str) -> None:
-    other = open_llm(Path(llm.directory.path), llm.fast_path._path, **options)
+    other = open_llm(Path(llm.directory.path), llm.fast_path.name, **options)
     with pytest.raises(InputError, match=reason):
         other.generate(text_of(200), exact=True, **call)
 
@@ -393,23 +394,23 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Projection, name, watched)
     ids = llm.generate(text_of(100), max_new_tokens=1).token_ids  # captured steps are kept
     seen.clear()
-    fresh = open_llm(Path(llm.directory.path), llm.fast_path._path)
-    run = Slots._run
-    inside = []
+    fresh = open_llm(Path(llm.directory.path), llm.fast_path.name)
+    step, inside = DecoderStep.__call__, list[Any]()
 
-    def within(slots: Slots, kind: StepKind, queries: Any) -> None:
+    def within(of: DecoderStep, tokens: Any, angles: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
         seen.clear()
-        run(slots, kind, queries)
-        inside.extend(seen if slots.batch.block else [])  # whether steps can be captured is tried without blocks
+        logits = step(of, tokens, angles, batch, *arguments, **options)
+        inside.extend(seen if batch.block else [])  # whether steps can be captured is tried without blocks
+        return logits
 
-    monkeypatch.setattr(Slots, "_run", within)
+    monkeypatch.setattr(DecoderStep, "__call__", within)
     assert fresh.generate(text_of(100), max_new_tokens=4).token_ids[:1] == ids
     assert inside
     assert all(inside)
 
 
 def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    other = open_llm(Path(llm.directory.path), llm.fast_path.name)
     blocks, failures = Session.blocks, [1]
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -425,4 +426,4 @@ def test_a_sequence_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch:
     assert sorted(seq.error is None for seq in seqs) == [False, True]
     for seq in (seq for seq in seqs if seq.error is None):
         assert tokens(seq) == llm.generate(text_of(len(seq.request.ids) - 1), max_new_tokens=10).token_ids
-    assert not any(group.seqs for group in other.loop._runner._groups)  # type: ignore[attr-defined]
+    assert_nothing_left(other)

@@ -16,6 +16,7 @@ from engine.loop_sequences import (
     assert_equal,
     counters,
     new_llm,
+    new_loop,
     new_sequence,
     take_steps,
     tokens,
@@ -156,7 +157,7 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
         monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", ahead)
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)
         llm = new_llm(llama, deterministic=deterministic)
-        llm.loop = type(llm.loop)(llm.loop._runner, GRID, max_seqs=4)
+        new_loop(llm, max_seqs=4)
         launches, seqs = Launches(llm), list[Sequence]()
         for number in range(len(cases)):
             seqs.append(opened(llm, number, rng.choice("ABC")))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ends import set_ends
 from engine.loop_sequences import alone, assert_equal, counters, new_llm, together
 from engine.tiny_directory import text_of
 from turns import in_turns
@@ -40,7 +41,7 @@ def assert_same(one: Answer, other: Answer) -> None:
 
 @pytest.fixture(autouse=True)
 def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LLM, "_end_ids", lambda llm: set())
+    set_ends(monkeypatch)
 
 
 def test_a_bad_selection_widens_to_dense_and_a_good_one_does_not(llama: Path) -> None:
@@ -137,7 +138,7 @@ def test_sequences_that_end_around_a_widening_count_as_they_do_alone(
 ) -> None:
     eager, composed = (LLM(llama, QUEST, path=path) for path in ("eager", "composed"))
     free = eager.generate(TEXTS, max_new_tokens=12)
-    monkeypatch.setattr(LLM, "_end_ids", lambda llm: {free[0].token_ids[last]})
+    set_ends(monkeypatch, {free[0].token_ids[last]})
     found = eager.generate(TEXTS, max_new_tokens=12)
     assert len(found[0].token_ids) <= last
     for text, answer in zip(TEXTS, found):
@@ -198,6 +199,7 @@ def test_budgets_double_wherever_keys_and_values_are(placement: str, llama: Path
     ]
 
 
+@pytest.mark.usefixtures("no_weights")
 def test_without_probes_a_guard_is_refused_before_anything_is_loaded(llama: Path) -> None:
     with pytest.raises(InputError, match="probe_every=0 takes none"):
         LLM(llama, QUEST, probe_every=0)
@@ -205,7 +207,6 @@ def test_without_probes_a_guard_is_refused_before_anything_is_loaded(llama: Path
     for call in (llm.generate, lambda text, **options: llm.read(text).ask("Why?", **options)):
         with pytest.raises(InputError, match="probe_every=0 takes none"):
             call(TEXTS[0], plan=QUEST)
-    assert llm._model is None
 
 
 def test_the_answer_is_ready_for_json(llama: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ends import set_ends
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
@@ -36,7 +37,7 @@ def counters(answer: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LLM, "_end_ids", lambda llm: set())
+    set_ends(monkeypatch)
 
 
 @pytest.mark.parametrize("plan", PLANS)

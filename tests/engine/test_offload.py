@@ -11,6 +11,7 @@ import pytest
 import torch
 from contracts.harness import SHAPE, draw_tokens
 from engine.apart import DEVICES, QUEST, llm
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
@@ -71,8 +72,7 @@ def test_the_device_holds_what_is_always_seen_summaries_and_the_cache(device: st
     model = llm(directory, device, "offload:device_cache=256", chunk_size=512, path="composed")
     document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
-    cache = document._prefix.cache
-    assert cache is not None
+    [cache] = pinned_caches(model)
     for attention in cache.attentions[1:]:
         store = attention.store
         assert isinstance(store, OffloadStore)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine.apart import GPU, llm
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.split_measure import measure_captured
@@ -99,8 +100,7 @@ def test_summaries_are_on_the_device_and_the_rest_is_not(device: str, directory:
     _, apart = pair(directory, device)
     document = apart.read(text_of(1500), plan=SKETCH)
     answer = document.ask(QUESTIONS[0], max_new_tokens=20)
-    cache = document._prefix.cache
-    assert cache is not None
+    [cache] = pinned_caches(apart)
     sketches = 0
     for attention in cache.attentions:
         store = attention.store

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvsift.engine import provenance
 
@@ -16,6 +17,11 @@ THERE = Path(provenance.__file__)
 @pytest.fixture(autouse=True)
 def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSIFT_COMMIT", raising=False)
+
+
+def commit() -> str:
+    named: str = provenance.versions_and_machine(torch.device("cpu"))["commit"]
+    return named
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -42,7 +48,7 @@ def test_a_package_installed_inside_another_repository_does_not_cite_that_ones_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied(tmp_path / "theirs", ".venv/lib/site-packages/kvsift/engine/provenance.py", monkeypatch)
-    assert provenance._commit() == "unknown"
+    assert commit() == "unknown"
 
 
 def test_a_copy_that_another_repository_tracks_does_not_cite_that_ones_commit(
@@ -51,7 +57,7 @@ def test_a_copy_that_another_repository_tracks_does_not_cite_that_ones_commit(
     file = copied(tmp_path / "theirs", "vendored/kvsift/engine/provenance.py", monkeypatch)
     git(file.parent, "add", ".")
     git(file.parent, "commit", "--quiet", "--message", "Vendor kvsift")
-    assert provenance._commit() == "unknown"
+    assert commit() == "unknown"
 
 
 def test_in_its_own_repository_the_commit_is_named_with_whether_files_changed(
@@ -61,13 +67,13 @@ def test_in_its_own_repository_the_commit_is_named_with_whether_files_changed(
     git(tmp_path / "ours", "add", ".")
     git(tmp_path / "ours", "commit", "--quiet", "--message", "Ours")
     head = git(tmp_path / "ours", "rev-parse", "HEAD")
-    assert provenance._commit() == head
+    assert commit() == head
     file.write_text(file.read_text() + "\n")
-    assert provenance._commit() == head + "+changes"
+    assert commit() == head + "+changes"
 
 
 def test_without_git_the_commit_is_unknown_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert provenance._commit() == "unknown"
+    assert commit() == "unknown"
     monkeypatch.setenv("KVSIFT_COMMIT", "abc")
-    assert provenance._commit() == "abc"
+    assert commit() == "abc"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of, write_model
 from models.ropes import KNOBS, ORIGINAL, PHI3, in_one_rotation, rope
 
@@ -90,11 +91,11 @@ def test_a_question_that_crosses_the_original_maximum_reads_the_document_again(
 
 def test_questions_about_a_long_document_share_its_reading(directories: dict[str, Path]) -> None:
     for kind in WITH_LENGTHS:
-        document = LLM(directories[kind], "dense", device="cpu").read(text_of(280))
-        caches = []
+        llm, caches = LLM(directories[kind], "dense", device="cpu"), []
+        document = llm.read(text_of(280))
         for question in ("Who?", "Where is it?"):
             document.ask(question, max_new_tokens=8)
-            caches.append(document._prefix.cache)
+            caches += pinned_caches(llm)
         assert caches[0] is caches[1]
 
 

@@ -16,8 +16,10 @@ from engine.loop_sequences import (
     QUEST,
     alone,
     assert_equal,
+    assert_nothing_left,
     history,
     new_llm,
+    new_loop,
     new_sequence,
     take_steps,
     together,
@@ -48,7 +50,7 @@ def test_sequences_of_several_plans_answer_side_by_side_as_alone(dense_below: in
         assert bool(seq.composed) == case[1].startswith("snapkv"), seq.composed
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
             assert_equal(seq, alone(new_llm(llama, "composed", **options), *case))
-    assert not any(group.seqs for group in llm.loop._runner._groups)  # type: ignore[attr-defined]
+    assert_nothing_left(llm)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -70,7 +72,7 @@ def test_who_cannot_join_ends_alone(deterministic: bool, llama: Path, monkeypatc
     take_steps(llm, seqs)
     assert isinstance(seqs[1].error, MemoryError)
     assert [tokens(seq) for seq in seqs[::2]] == expected
-    assert not any(group.seqs for group in llm.loop._runner._groups)  # type: ignore[attr-defined]
+    assert_nothing_left(llm)
 
 
 def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypat
         monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", rng.choice([1, 2, 3]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm, keep_tokens = new_llm(llama), rng.choice([0, 1024])
-        llm.loop = type(llm.loop)(llm.loop._runner, llm.loop.grid, max_seqs=rng.choice([2, 8]), keep_tokens=keep_tokens)
+        new_loop(llm, max_seqs=rng.choice([2, 8]), keep_tokens=keep_tokens)
         for seq, case in history(llm, rng):
             if case not in known:
                 known[case] = alone(single, *case)

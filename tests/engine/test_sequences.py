@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.loop_sequences import new_loop
 from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import FinishReason, Sequence
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
@@ -187,9 +189,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_sequence(
         rng, llm = random.Random(seed), new_llm(llama)
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
-        llm.loop = type(llm.loop)(
-            llm.loop._runner, GRID, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
-        )
+        new_loop(llm, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999]))
         coming = [rng.choice(list(alone)) for _ in range(rng.randint(2, 7))]
         seqs: list[tuple[Sequence, tuple[str, str]]] = []
         while coming or not all(seq.is_ended for seq, _ in seqs):
@@ -229,7 +229,7 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     first = new_llm(llama)
     alone = run(first, new_sequence(first, text, plan))
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
+    new_loop(llm, keep_tokens=10_000)
     other = run(llm, new_sequence(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
     again, once_more, salted = (
         run(llm, new_sequence(llm, text, plan, salt=salt)) for salt in ("", "", "another client's")
@@ -246,7 +246,7 @@ def test_pages_that_another_plan_has_read_get_the_summaries_that_they_lack(llama
     text, plans = text_of(4 * GRID + 30), PLANS[:4]
     alone = [run(llm := new_llm(llama), new_sequence(llm, text, plan)) for plan in plans]
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
+    new_loop(llm, keep_tokens=10_000)
     for plan, expected in [*zip(plans, alone), *zip(plans, alone)]:
         seq = run(llm, new_sequence(llm, text, plan))
         assert_equal(seq, expected)
@@ -354,7 +354,7 @@ def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, m
     text, plan = text_of(300), f"sketch:{SMALL}"
     alone = run(llm := new_llm(llama), new_sequence(llm, text, plan))
     llm = new_llm(llama)
-    llm.loop = type(llm.loop)(llm.loop._runner, GRID, keep_tokens=10_000)
+    new_loop(llm, keep_tokens=10_000)
     run(llm, new_sequence(llm, text_of(400)[::-1], plan))
     assert len(llm.loop.pages.tree) == 6
     prefill, failures = llm.feed, [torch.OutOfMemoryError("no memory")]
@@ -378,7 +378,7 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(llama)
-    monkeypatch.setattr(llm.loop._runner, "room", lambda kv: 20)
+    monkeypatch.setattr(SequenceRunner, "room", lambda runner, kv: 20)
     small, large = new_sequence(llm, text_of(100), "dense"), new_sequence(llm, text_of(500), "dense")
     run(llm, large, small)
     assert small.finish_reason == "length"
@@ -508,13 +508,17 @@ def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> 
 
 @pytest.mark.parametrize("path", ["auto", "composed"])
 @pytest.mark.parametrize(("family", "dtype"), [("Llama", "float32"), ("Qwen2", "float32"), ("Llama", "float16")])
-def test_decoding_together_changes_no_bit(path: str, family: str, dtype: str, tmp_path: Path) -> None:
+def test_decoding_together_changes_no_bit(
+    path: str, family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, texts = write_model(tmp_path, family), [text_of(n) for n in (90, 170, 130)]
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
     alone = [run(llm, new_sequence(llm, text, PLANS[1], 64)) for text in texts]
     seqs, groups = [new_sequence(llm, text, PLANS[1], 64) for text in texts], []
-    decode = llm.loop._runner.decode_sequences
-    llm.loop._runner.decode_sequences = lambda together: groups.append(len(together)) or decode(together)
+    decode = SequenceRunner.decode_sequences
+    monkeypatch.setattr(
+        SequenceRunner, "decode_sequences", lambda runner, seqs: groups.append(len(seqs)) or decode(runner, seqs)
+    )
     run(llm, *seqs)
     for seq, expected in zip(seqs, alone):
         assert_equal(seq, expected)
@@ -581,7 +585,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 ) -> None:
     llm = new_llm(llama)
     pages = 50  # for one of these prompts, not for two
-    monkeypatch.setattr(llm.loop._runner, "room", lambda kv: pages - llm.loop.pages.kv.pages.num_pages)
+    monkeypatch.setattr(SequenceRunner, "room", lambda runner, kv: pages - llm.loop.pages.kv.pages.num_pages)
     texts = [text_of(600), text_of(610)[::-1], text_of(620)]
     assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
     chat = llm.chat(text_of(560))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.apart import DEVICES, QUEST, llm
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, native
@@ -51,7 +52,8 @@ def test_the_device_holds_sinks_window_and_some_slack(device: str, directory: Pa
     model = llm(directory, device, "split", chunk_size=512)
     document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
-    for attention in document._prefix.cache.attentions[1:]:  # type: ignore[union-attr]
+    [cache] = pinned_caches(model)
+    for attention in cache.attentions[1:]:
         store = attention.store
         assert isinstance(store, SplitStore)
         assert store.keys.device.type == "cpu"

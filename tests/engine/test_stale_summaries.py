@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ends import set_ends
+from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
@@ -18,7 +20,7 @@ TEXT = text_of(500)
 
 @pytest.fixture(autouse=True)
 def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LLM, "_end_ids", lambda llm: set())
+    set_ends(monkeypatch)
 
 
 def assert_summaries_are_those_of_the_keys(cache: SparseCache) -> None:
@@ -32,14 +34,13 @@ def assert_summaries_are_those_of_the_keys(cache: SparseCache) -> None:
 
 @pytest.mark.parametrize("dense_steps", [0, 1, 40, 200])  # none, less than a page, pages, all of them
 def test_a_document_has_its_summaries_whatever_its_answers_were_decoded_by(dense_steps: int, llama: Path) -> None:
-    document = LLM(llama, QUEST, path="eager", dense_below=0).read(TEXT)
-    document.ask("Which mill?", max_new_tokens=1)
-    length = document._prefix.cache.get_seq_length()  # type: ignore[union-attr]
-    document = LLM(llama, QUEST, path="eager", dense_below=length + dense_steps).read(TEXT)
+    length = LLM(llama).read(TEXT).num_tokens
+    llm = LLM(llama, QUEST, path="eager", dense_below=length + dense_steps)
+    document = llm.read(TEXT)
     answer = document.ask("Which mill?", max_new_tokens=120)
     assert len(answer.token_ids) > 60
-    assert document._prefix.cache is not None
-    assert_summaries_are_those_of_the_keys(document._prefix.cache)
+    [cache] = pinned_caches(llm)
+    assert_summaries_are_those_of_the_keys(cache)
 
 
 def test_pages_written_by_dense_steps_compete_once_lists_are_on(llama: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ends import set_ends
 from real.conftest import EXCERPTS, PLAN, excerpt
 from real.smollm2 import smollm2
 from server.serving import Served, events, texts
@@ -81,7 +82,7 @@ def test_exact_answers_have_the_tokens_of_dense_attention(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Over 250 greedy tokens, which soon repeat themselves, and 250 drawn ones, which do not."""
-    monkeypatch.setattr(LLM, "_end_ids", lambda llm: frozenset())  # answers are as long as they may be
+    set_ends(monkeypatch)  # answers are as long as they may be
     document = llm.read(excerpt("special_method_names")[:3_000])
     question = "Write a long tutorial about what this text says, with examples."
     for sampling in (None, Sampling(temperature=1.0, seed=1)):

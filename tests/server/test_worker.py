@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import pytest
+from engine.tiny_directory import write_model
 
+from kvsift import LLM
 from kvsift.checkpoint import fingerprint
+from kvsift.engine.loop import Loop
+from kvsift.engine.request import Request
 from kvsift.engine.sequence import Sequence
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
+from kvsift.server import frames, worker
 from kvsift.server.frames import AnswerRequest
-from kvsift.server.worker import OpenSequence, Worker
+from kvsift.server.held_documents import Question
+from kvsift.server.worker import Worker
+from kvsift.tokenization.growing_text import GrowingText
+
+
+class Served:
+    """A worker, what it is sent, and what it sends.
+
+    Args:
+        settings: of the worker; "dense" without reserved memory by default.
+    """
+
+    def __init__(self, model: Path, path: str = "composed", **settings: Any) -> None:
+        ours, theirs = socket.socketpair()
+        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path}
+        defaults = {"plans": ["dense"], "keep_tokens": 640, "reserve_tokens": 0}
+        self._worker = Worker(ours, {"model": options, **defaults, **settings})
+        self._sent = theirs.makefile("rb")
+
+    def take(self, *messages: dict[str, Any]) -> None:
+        """Take messages, and no more."""
+        self._worker.run(BytesIO(b"".join(map(frames.pack, messages))))
+
+    def until(self, is_last: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """What is sent until a message that is the last."""
+        received: list[dict[str, Any]] = []
+        while not received or not is_last(received[-1]):
+            message = frames.receive(self._sent)
+            assert message is not None
+            received.append(message)
+        return received
+
+
+@pytest.fixture(autouse=True)
+def one_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 1e6)
 
 
 @pytest.fixture
-def worker(model: Path) -> Iterator[Worker]:
-    """A worker whose other side reads nothing."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": "composed"}
-        yield Worker(ours, {"model": options, "plans": ["dense"], "keep_tokens": 640, "reserve_tokens": 0})
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """Requests of the sequences that are made."""
+    made: list[Request] = []
+    request = LLM.request
+
+    def kept(*arguments: Any, **options: Any) -> Request:
+        made.append(request(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(LLM, "request", kept)
+    return made
 
 
 def message(key: int, **fields: Any) -> dict[str, Any]:
@@ -34,69 +81,87 @@ def message(key: int, **fields: Any) -> dict[str, Any]:
     return {"op": "submit", "id": key, "request": vars(request), "sent": {}, "ended": []}
 
 
+def ends(received: dict[str, Any], key: int) -> bool:
+    """Whether a message has the end of a request."""
+    return received["op"] == "step" and any(each["id"] == key and "finish" in each for each in received["news"])
+
+
 def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not_run(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[OpenSequence] = []
-    monkeypatch.setattr(worker._documents, "ask", lambda _, opened: asked.append(opened))
-    for key in (1, 2):
-        worker._take(message(key, document="a"))
-    worker._take({"op": "cancel", "id": 1})
-    for opened in asked:  # the document is read
-        worker._begin(opened)
-    assert [opened.request for opened in worker._seqs] == [2]
-    assert worker._llm.loop.seqs == [asked[1].seq]
-    worker._take({"op": "cancel", "id": 2})
-    assert not worker._seqs + worker._waiting
-    assert not worker._llm.loop.seqs
+    class SlowDocuments(Generic[Question]):
+        """Documents that are ready when one of them is forgotten."""
+
+        def __init__(self, llm: LLM, form: object, limit: object, plan: object, send: object, begin: Any, _: object):
+            self._begin, self._asked = begin, list[Any]()
+
+        def text(self, key: str) -> tuple[str, GrowingText]:
+            return "", GrowingText()
+
+        def ask(self, key: str, question: Any) -> None:
+            self._asked.append(question)
+
+        def forget(self, key: str) -> None:
+            for question in self._asked:
+                self._begin(question)
+
+        def report(self) -> None:
+            pass
+
+    monkeypatch.setattr(worker, "HeldDocuments", SlowDocuments)
+    served = Served(model)
+    questions = [message(key, document="a") for key in (1, 2)]
+    served.take(*questions, {"op": "cancel", "id": 1}, {"op": "forget", "document": "a"})
+    received = served.until(lambda each: ends(each, 2))
+    assert {news["id"] for each in received if each["op"] == "step" for news in each["news"]} == {2}
 
 
 @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "\n")), (True, ("never",))])
 def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
-    worker: Worker, ignore_eos: bool, stops: tuple[str, ...]
+    tmp_path: Path, ignore_eos: bool, stops: tuple[str, ...], requests: list[Request]
 ) -> None:
-    worker._llm.tokenizer.chat_template = None
     messages = [{"role": "user", "content": "Who?"}]
-    worker._take(message(1, prompts=[], messages=messages, ignore_eos=ignore_eos, options={"stop": ["never"]}))
-    [opened] = worker._seqs
-    assert tuple(opened.reply.transcript.request.stops) == stops
+    asked = message(1, prompts=[], messages=messages, ignore_eos=ignore_eos, options={"stop": ["never"]})
+    served = Served(write_model(tmp_path))
+    served.take(asked)
+    served.until(lambda each: ends(each, 1))
+    assert [tuple(request.stops) for request in requests] == [stops]
 
 
 @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "###")), (True, ("never",))])
 def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
-    worker: Worker, ignore_eos: bool, stops: tuple[str, ...]
+    tmp_path: Path, ignore_eos: bool, stops: tuple[str, ...], requests: list[Request]
 ) -> None:
-    worker._llm.load()
-    assert worker._llm._settings is not None
-    worker._llm._settings.stops = ("###",)
-    worker._take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}))
-    [opened] = worker._seqs
-    assert tuple(opened.reply.transcript.request.stops) == stops
+    (write_model(tmp_path) / "generation_config.json").write_text(json.dumps({"stop_strings": ["###"]}))
+    served = Served(tmp_path)
+    served.take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}))
+    served.until(lambda each: ends(each, 1))
+    assert [tuple(request.stops) for request in requests] == [stops]
 
 
 def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[Sequence] = []
 
-    def full(row: Sequence) -> None:
-        submitted.append(row)
+    def full(loop: Loop, seq: Sequence) -> None:
+        submitted.append(seq)
         raise InputError("too many requests are waiting.")
 
-    monkeypatch.setattr(worker._llm.loop, "submit", full)
-    worker._take(message(1, num_samples=3))
+    monkeypatch.setattr(Loop, "submit", full)
+    served = Served(model)
+    served.take(message(1, num_samples=3))
+    *_, refused = served.until(lambda each: each["op"] == "refused")
+    assert (refused["id"], refused["status"]) == (1, 429)
     assert len(submitted) == 1
-    assert not worker._seqs + worker._waiting
 
 
 def pages(model: Path, path: str, **settings: Any) -> int:
     """Pages that a new worker has."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path}
-        plans = ["quest:budget=96:window=32", "sketch:budget=80", "dense"]
-        worker = Worker(ours, {"model": options, "plans": plans, "keep_tokens": 640, **settings})
-        return sum(worker._llm.loop.counts()["pages"].values())
+    served = Served(model, path, plans=["quest:budget=96:window=32", "sketch:budget=80", "dense"], **settings)
+    served.take()
+    *_, heartbeat = served.until(lambda each: each["op"] == "heartbeat")
+    return sum(heartbeat["pages"].values())
 
 
 def test_memory_is_allocated_and_steps_are_captured_before_the_first_request(
@@ -130,9 +195,7 @@ def test_a_server_that_cannot_warm_up_says_so_and_serves(
 def test_plans_named_auto_are_those_that_were_tuned_for_the_model(model: Path, tmp_path: Path) -> None:
     tuned = shutil.copytree(model, tmp_path / "model")
     write(tuned / FILE, TunedPlan(parse_plan("quest:budget=112"), "tiny", fingerprint(tuned), "cpu"))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        options = {"model": str(tuned), "device": "cpu", "chunk_size": 64}
-        settings = {"plans": ["sketch:budget=80", "auto", "dense"], "keep_tokens": 640, "reserve_tokens": 0}
-        worker = Worker(ours, {"model": options, **settings})
-        assert [str(plan) for plan in worker._plans] == ["sketch:budget=80", "quest:budget=112", "dense"]
+    served = Served(tuned, plans=["sketch:budget=80", "auto", "dense"])
+    served.take()
+    ready, *_ = served.until(lambda each: each["op"] == "heartbeat")
+    assert ready["plans"] == ["sketch:budget=80", "quest:budget=112", "dense"]

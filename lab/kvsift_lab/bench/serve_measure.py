@@ -13,6 +13,7 @@ from typing import Any
 
 from kvsift.api.llm import LLM
 from kvsift.errors import InputError
+from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host_timing import OtherProcesses
@@ -32,8 +33,11 @@ GOODS = "salt", "copper wire", "paper", "clay tiles", "wool", "lamp oil", "glass
 class EndlessLLM(LLM):
     """An LLM whose answers do not end by themselves."""
 
-    def _end_ids(self) -> frozenset[int]:
-        return frozenset()
+    @property
+    def generation_settings(self) -> GenerationSettings:
+        settings = super().generation_settings
+        settings.ends = frozenset()
+        return settings
 
 
 class ServeBench(Bench):

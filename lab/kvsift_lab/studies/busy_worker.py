@@ -19,12 +19,16 @@ QUESTION = "How many crates did the harbour master count?"
 
 def main(context: int) -> None:
     from kvsift import LLM, threads
+    from kvsift.models.hf.generation_config import GenerationSettings
 
     class Endless(LLM):
         """An engine that generates beyond the end of an answer."""
 
-        def _end_ids(self) -> frozenset[int]:
-            return frozenset()
+        @property
+        def generation_settings(self) -> GenerationSettings:
+            settings = super().generation_settings
+            settings.ends = frozenset()
+            return settings
 
     how: dict[str, Any] = {"probe_every": 0, "dense_below": 0}
     llm, endless = LLM(**how), Endless(**how)

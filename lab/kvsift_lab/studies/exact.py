@@ -25,6 +25,7 @@ from kvsift.api.document import Document
 from kvsift.cli.demo import FACTS, make_document
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
+from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
@@ -57,7 +58,8 @@ def without_repeats() -> AbstractContextManager[Any]:
 
 def without_end() -> AbstractContextManager[Any]:
     """Answers that go on to their last token."""
-    return patch.object(LLM, "_end_ids", lambda llm: frozenset())
+    ends = property(lambda settings: frozenset(), lambda settings, own: vars(settings).update(ends=own))
+    return patch.object(GenerationSettings, "ends", ends, create=True)
 
 
 def document_of(llm: LLM, ids: list[int]) -> Document:

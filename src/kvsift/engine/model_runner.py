@@ -195,7 +195,7 @@ class ModelRunner(Uncopied):
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
         settings = self.generation_settings
-        ends, stops = (frozenset[int](), ()) if ignores_ends else (self._end_ids(), settings.stops)
+        ends, stops = (frozenset[int](), ()) if ignores_ends else (settings.ends, settings.stops)
         return Request(
             ids,
             options.max_new_tokens,
@@ -314,10 +314,6 @@ class ModelRunner(Uncopied):
     @cached_property
     def _rope_limits(self) -> RopeLimits | None:
         return RopeLimits.of(self.model)
-
-    def _end_ids(self) -> frozenset[int]:
-        """Return the tokens of the model that end an answer."""
-        return self.generation_settings.ends
 
     def _stop_ids(self, options: GenerateOptions, ends: Collection[int], stops: Sequence[str]) -> frozenset[int]:
         """Return the tokens that end an answer by an option, or as special tokens among the model's own stops.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ends import set_ends
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
 from kvsift_lab.eval.explain.explanation import Explanation, passages_of, word_starts
@@ -228,7 +229,7 @@ def test_a_token_beyond_the_answer_is_refused_with_the_tokens_there_are(
 ) -> None:
     ids = tiny.read(text_of(600)).check(QUESTION, 5)
     first = tiny.generate(tiny.tokenizer.decode(ids[1:]), max_new_tokens=3)
-    monkeypatch.setattr(LLM, "_end_ids", lambda self: {first.token_ids[1]})
+    set_ends(monkeypatch, {first.token_ids[1]})
     with pytest.raises(InputError, match=r"the answer has no token 4; its tokens are: 0 '") as refused:
         explained(tiny, token=4)
     assert "2 '" not in str(refused.value)

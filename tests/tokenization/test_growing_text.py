@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvsift.cli.demo import make_document
 from kvsift.models.embedded import embedded_model
-from kvsift.tokenization import growing_text
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
@@ -73,10 +72,23 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return fast
 
 
+class Recording:
+    """A tokenizer that keeps the texts that it encodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.texts = tokenizer, list[str]()
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        self.texts.append(given[-1])
+        return self._tokenizer(*given, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 @pytest.mark.parametrize("special", [True, False])
-def test_texts_have_their_own_tokens(tokenizer: Any, special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, encoded = growing_text._whole, list[str]()
-    monkeypatch.setattr(growing_text, "_whole", lambda *given: (encoded.append(given[1]), whole(*given))[1])
+def test_texts_have_their_own_tokens(tokenizer: Any, special: bool) -> None:
+    recording = Recording(tokenizer)
     growing, draw = GrowingText(), random.Random(3)
     texts = [f"{document()}\n\nQuestion: {end}\nAnswer:" for end in ENDS]
     texts += [document() + "".join(draw.choices(document(), k=draw.randrange(400))) for _ in range(6)]
@@ -85,7 +97,8 @@ def test_texts_have_their_own_tokens(tokenizer: Any, special: bool, monkeypatch:
         texts.append(grown := f"{grown} {end}\nQuestion: ")
     for text in texts:
         expected = tokenizer(text, add_special_tokens=special)["input_ids"]
-        assert growing.encode(tokenizer, text, special) == expected, text[-50:]
+        assert growing.encode(recording, text, special) == expected, text[-50:]
+    encoded = [text for text in recording.texts if text in texts]
     if tokenizer.name_or_path == WITHOUT_WORDS:
         assert len(encoded) == len(texts)
     else:
@@ -101,9 +114,10 @@ def test_texts_that_differ_early_and_short_ones_are_encoded_whole(tokenizer: Any
 
 def test_questions_about_a_document_encode_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_model())
-    form = PromptFormat(tokenizer)
-    prompts, lengths, encoding = DocumentPrompts(form, document()), list[int](), growing_text._encoding
-    monkeypatch.setattr(growing_text, "_encoding", lambda *given: (lengths.append(len(given[1])), encoding(*given))[1])
-    for question in ("What is the code?", "Who?"):
-        assert prompts(question) == form.encode(document(), question)
-    assert max(lengths) < 5000
+    form, questions = PromptFormat(tokenizer), ("What is the code?", "Who?")
+    expected = [form.encode(document(), question) for question in questions]
+    recording = Recording(type(tokenizer).__call__)
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *given, **options: recording(*given, **options))
+    prompts = DocumentPrompts(form, document())
+    assert [*map(prompts, questions)] == expected
+    assert sum(len(text) >= 5000 for text in recording.texts) == 1

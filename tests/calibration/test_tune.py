@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsift import LLM
-from kvsift.calibration.fidelity import DecodedText, Scores
+from kvsift.api.document import Document
+from kvsift.calibration.fidelity import DecodedText, FidelityScorer, Scores
 from kvsift.calibration.tune import Notebook, Target, Tuner, smoothed
 from kvsift.errors import InputError
 from kvsift.methods.common.anchors import read
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.texts.calibration import windows
 
@@ -148,7 +150,7 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     texts = windows(llm, {"text": text_of(4000)}, 512, 8, NUM_TEXTS, 0)
     measured = Counter[str]()
-    scores, itl_s = Tuner._score, "kvsift.api.document.Document.itl_s"
+    score, itl_s = FidelityScorer.score, "kvsift.api.document.Document.itl_s"
 
     def timed(document: object, plan: object, num_tokens: int) -> list[float]:
         measured[str(plan)] += 1
@@ -156,14 +158,14 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(
             raise Stopped
         return [0.001, 0.002]
 
-    def scored(tuner: Tuner, plan: str, tokens: int) -> Scores:
-        if len(tuner._notebook.scores) == 1 and plan not in tuner._notebook.scores and not measured["stopped"]:
+    def scored(scorer: FidelityScorer, plan: Plan, tokens: int) -> Scores:
+        if [*map(parse_plan, notebook.scores)] not in ([], [plan]) and not measured["stopped"]:
             measured["stopped"] = 1
             raise Stopped
-        return scores(tuner, plan, tokens)
+        return score(scorer, plan, tokens)
 
     monkeypatch.setattr(itl_s, timed)
-    monkeypatch.setattr(Tuner, "_score", scored)
+    monkeypatch.setattr(FidelityScorer, "score", scored)
     results, stops = [], 0
     while not results:
         notebook = Notebook(tmp_path / "measured.json", {"texts": "these"})
@@ -196,8 +198,12 @@ def test_layers_that_select_alike_are_found_and_others_are_not(tmp_path: Path, m
         for layer in others:
             for name in ("q_proj", "k_proj"):
                 getattr(layer.self_attn, name).weight.copy_(getattr(first.self_attn, name).weight)
-    reused = lambda plan: len(read("anchors", plan.partition("anchors=")[2]).reuse) if "anchors" in plan else 0  # noqa: E731
-    monkeypatch.setattr(Tuner, "_times", lambda tuner, plans: {plan: 1 - 0.1 * reused(plan) for plan in plans})
+
+    def itl_s(document: Document, plan: Plan, num_tokens: int) -> list[float]:
+        path = getattr(plan.decode and plan.decode.method, "anchors", None)
+        return [1 - 0.1 * (len(read("anchors", path).reuse) if path else 0)]
+
+    monkeypatch.setattr(Document, "itl_s", itl_s)
     monkeypatch.setattr("kvsift.calibration.tune.METHODS", ("sketch",))
     monkeypatch.setattr("kvsift.calibration.tune.LAYERS", (":dense_layers=none",))
     found = {}
@@ -205,7 +211,7 @@ def test_layers_that_select_alike_are_found_and_others_are_not(tmp_path: Path, m
         texts = windows(llm, {"text": text_of(4000)}, 512, 32, NUM_TEXTS, 0)
         path = tmp_path / f"{llm.directory.name}.json"
         tuner = Tuner(llm, texts, 512, nothing_kept(), path, lambda what, done, total: None)
-        dense_kl = tuner._score("sketch:budget=256:dense_layers=none", 32).kl
+        dense_kl = FidelityScorer(llm, texts).score(parse_plan("sketch:budget=256:dense_layers=none"), 32).kl
         found[llm.directory.name] = tuner.search(Target("kl", 1.5 * fmean(dense_kl)), None)["plan"]
     assert "anchors" not in found["apart"]
     path = found["alike"].partition("anchors=")[2]

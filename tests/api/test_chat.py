@@ -9,6 +9,7 @@ from engine.tiny_directory import text_of
 
 import kvsift
 from kvsift import LLM, InputError
+from kvsift.tokenization.prompt import PromptFormat
 
 GRID = 64
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
@@ -27,7 +28,7 @@ def test_turns_answer_as_their_whole_prompts_and_read_what_is_new(kind: str, req
     for number, question in enumerate(QUESTIONS):
         turns = list(chat.turns)
         answer = chat.ask(question, max_new_tokens=6)
-        prompt = chat._form.text(text_of(500), question, turns)
+        prompt = PromptFormat(llm.tokenizer).text(text_of(500), question, turns)
         expected = alone.generate(prompt.removeprefix("<bos>"), max_new_tokens=6, stop="\n\n")
         assert answer.token_ids == expected.token_ids
         assert answer.prompt_tokens == expected.prompt_tokens
@@ -42,7 +43,7 @@ def test_turns_answer_as_their_whole_prompts_and_read_what_is_new(kind: str, req
 
 
 def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None:
-    form = new_llm(llama).chat("A manual.")._form
+    form = PromptFormat(new_llm(llama).tokenizer)
     assert form.text("A manual.\n", "Why?", [("Who?", "Ada"), ("When?", "now")]) == (
         "A manual.\n\nQuestion: Who?\nAnswer: Ada\n\nQuestion: When?\nAnswer: now\n\nQuestion: Why?\nAnswer:"
     )
@@ -50,12 +51,12 @@ def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None
 
 
 def test_a_chat_template_gets_every_turn_and_the_document_in_the_first(chatty: Path) -> None:
-    llm = new_llm(chatty)
-    form = llm.chat("A manual.", system="Be brief.")._form
+    tokenizer = new_llm(chatty).tokenizer
+    form = PromptFormat(tokenizer, system="Be brief.")
     assert form.text("A manual.", "Why?", [("Who?", "Ada")]) == (
         "<bos>[system] Be brief.\n[user] A manual.\n\nWho?\n[assistant] Ada\n[user] Why?\n[assistant] "
     )
-    assert llm.chat()._form.text("", "Why?") == "<bos>[user] Why?\n[assistant] "
+    assert PromptFormat(tokenizer).text("", "Why?") == "<bos>[user] Why?\n[assistant] "
 
 
 def test_a_turn_that_is_interrupted_keeps_what_it_has_read(llama: Path) -> None:

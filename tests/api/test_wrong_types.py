@@ -19,6 +19,7 @@ from engine.tiny_directory import text_of
 import kvsift
 from kvsift import LLM, Budget, InputError, KVSiftError, Plan, Rule, Sampling
 from kvsift.engine.options import GenerateOptions
+from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.methods.quest import Quest
 
 
@@ -194,7 +195,7 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
 
 def test_a_stream_that_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("Once", max_new_tokens=4)
-    monkeypatch.setattr(llm.loop._runner, "decode_sequences", lambda seqs: 1 / 0)
+    monkeypatch.setattr(SequenceRunner, "decode_sequences", lambda runner, seqs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(stream)
     assert list(stream) == []
