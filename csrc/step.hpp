@@ -346,12 +346,12 @@ class DecodeStep {
   void select(Team& team, std::size_t layer) {
     const auto parts = [](const StepSequence& own) {  // of a KV head, that are ranked by themselves
       const std::int64_t candidates = own.sequence.rule.num_candidates;
-      return own.by_sketches() ? own.sketch_heads[0].num_blocks() : (candidates + kScoredPages - 1) / kScoredPages;
+      return own.by_sketches() ? own.sketch_heads[0].num_tasks() : (candidates + kScoredPages - 1) / kScoredPages;
     };
     each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
             [&](StepSequence& own, std::int64_t task) {
               const std::int64_t head = task / parts(own), part = task % parts(own);
-              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh(part) : score_pages(own, layer, int(head), part);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, int(head), part);
             });
     each_of(team,
             [&](const StepSequence& own) {
