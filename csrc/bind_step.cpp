@@ -58,7 +58,7 @@ void bind_step(nb::module_& m) {
                        std::int64_t num_runs, std::int64_t num_pool_pages) {
         self.token = token, self.position = position, self.cos = at<void>(cos), self.sin = at<void>(sin);
         self.runs = at<const Run>(runs), self.num_runs = num_runs, self.num_pool_pages = num_pool_pages;
-        self.selects = false;
+        self.selects = false, self.asked = nullptr, self.chosen = nullptr;
         for (LayerPages& layer : self.layers) layer.dense = true;
       })
       .def("select", [](DecodeSequence& self, const std::vector<int>& layers, std::int64_t sinks_stop, std::int64_t window_start,
@@ -67,6 +67,9 @@ void bind_step(nb::module_& m) {
         self.rule = {sinks_stop, window_start, first_candidate, num_candidates, num_units, num_selections, by_sketches, rest};
         self.selects = !layers.empty();
         for (int layer : layers) self.layers.at(std::size_t(layer)).dense = false;
+      })
+      .def("record", [](DecodeSequence& self, Address asked, Address chosen) {
+        self.asked = at<void>(asked), self.chosen = at<std::int64_t>(chosen);
       });
   // -1 seconds: queries that rank pages or tokens are not finite.
   m.def(

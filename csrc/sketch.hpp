@@ -77,6 +77,8 @@ class SketchHead {
     pages_.resize(std::size_t(num_pages_ + kSketchPages + 2));
     for (std::int64_t i = 0; i < std::int64_t(pages_.size()); ++i)
       pages_[std::size_t(i)] = base + slots[std::min(i, num_pages_ - 1)] * format.width;
+    for (std::int64_t i = 0; i < std::min(num_pages_, pages_per_block_); ++i)  // later blocks are fetched before they are weighed
+      for (int at = 0; at < format.width; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
     const std::size_t group = std::size_t(call.group());
     weights_.resize(group * std::size_t(stride_));
     page_sums_.resize(group * std::size_t(num_pages_));
@@ -86,7 +88,12 @@ class SketchHead {
     value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
   }
 
-  std::int64_t num_blocks() const { return num_blocks_; }
+  // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
+  static constexpr std::int64_t kBlocksPerTask = 2;
+  std::int64_t num_tasks() const { return (num_blocks_ + kBlocksPerTask - 1) / kBlocksPerTask; }
+  void weigh_some(std::int64_t task) {
+    for (std::int64_t i = task * kBlocksPerTask; i < std::min((task + 1) * kBlocksPerTask, num_blocks_); ++i) weigh(i);
+  }
 
   // Weights of a block of pages relative to the largest of each query, and their sums.
   void weigh(std::int64_t block) {
@@ -302,7 +309,7 @@ inline void choose_sketched(const SketchCall& call, int threads) {
     parallel_for(num_heads, threads, [&](std::int64_t h, int) {
       thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
       head.start(call, slots, int(h));
-      for (std::int64_t block = 0; block < head.num_blocks(); ++block) head.weigh(block);
+      for (std::int64_t task = 0; task < head.num_tasks(); ++task) head.weigh_some(task);
       head.choose();
       head.estimate_rest();
     });
@@ -310,9 +317,9 @@ inline void choose_sketched(const SketchCall& call, int threads) {
   }
   std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
   for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
-  const std::int64_t num_blocks = heads[0].num_blocks();
-  parallel_for(num_heads * num_blocks, threads,
-               [&](std::int64_t task, int) { heads[std::size_t(task / num_blocks)].weigh(task % num_blocks); });
+  const std::int64_t num_tasks = heads[0].num_tasks();
+  parallel_for(num_heads * num_tasks, threads,
+               [&](std::int64_t task, int) { heads[std::size_t(task / num_tasks)].weigh_some(task % num_tasks); });
   parallel_for(num_heads, threads, [&](std::int64_t h, int) {
     heads[std::size_t(h)].choose();
     heads[std::size_t(h)].estimate_rest();

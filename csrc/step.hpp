@@ -73,6 +73,8 @@ struct DecodeSequence {
   const Run* runs;        // pages of the sequence, with that of the token
   std::int64_t num_runs, num_pool_pages;
   SelectionRule rule;
+  void* asked;           // queries of all layers, [layers, num_query_heads, head_dim], are copied to here; nullptr: they are not
+  std::int64_t* chosen;  // units of sparse layers, [layers, num_selections, num_units], as well
 };
 
 struct NotFinite : std::runtime_error {
@@ -112,9 +114,11 @@ class StepSequence {
   PieceStates& states(std::size_t layer) { return is_dense(layer) ? dense_states : listed_states; }
 
   // Makes the units that were chosen for a selection its list.
-  void list_chosen(std::int64_t selection) {
+  void list_chosen(std::size_t layer, std::int64_t selection) {
     const SelectionRule& rule = sequence.rule;
     const std::int64_t* units = chosen.data() + selection * rule.num_units;
+    if (sequence.chosen != nullptr)
+      std::copy_n(units, rule.num_units, sequence.chosen + (std::int64_t(layer) * rule.num_selections + selection) * rule.num_units);
     std::int64_t* end = lists[std::size_t(selection)].data();
     for (std::int64_t i = 0; i < rule.num_units; ++i) {
       const std::int64_t start = (units[i] + rule.first_candidate) * unit_size();
@@ -311,6 +315,9 @@ class DecodeStep {
       const T *cos = numbers(sequence.cos), *sin = numbers(sequence.sin);
       rotate(heads + first * width, group(), width, cos, sin, numbers(weights.query_norm), weights.head_eps);
       rotate(key, 1, width, cos, sin, numbers(weights.key_norm), weights.head_eps);
+      if (sequence.asked != nullptr)
+        std::memcpy(static_cast<T*>(sequence.asked) + (std::int64_t(layer) * decoder_.num_query_heads + first) * width,
+                    heads + first * width, std::size_t(group() * width) * sizeof(T));
       T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
       std::memcpy(keys + own.slot * width, key, width * sizeof(T));
       std::memcpy(values + own.slot * width, key + num_kv_heads * width, width * sizeof(T));
@@ -340,19 +347,19 @@ class DecodeStep {
   void select(Team& team, std::size_t layer) {
     const auto parts = [](const StepSequence& own) {  // of a KV head, that are ranked by themselves
       const std::int64_t candidates = own.sequence.rule.num_candidates;
-      return own.by_sketches() ? own.sketch_heads[0].num_blocks() : (candidates + kScoredPages - 1) / kScoredPages;
+      return own.by_sketches() ? own.sketch_heads[0].num_tasks() : (candidates + kScoredPages - 1) / kScoredPages;
     };
     each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
             [&](StepSequence& own, std::int64_t task) {
               const std::int64_t head = task / parts(own), part = task % parts(own);
-              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh(part) : score_pages(own, layer, int(head), part);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, int(head), part);
             });
     each_of(team,
             [&](const StepSequence& own) {
               return !own.ranks(layer) ? 0 : own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
             },
             [&](StepSequence& own, std::int64_t task) {
-              own.by_sketches() ? choose_tokens(own, int(task)) : choose_pages(own, task);
+              own.by_sketches() ? choose_tokens(own, layer, int(task)) : choose_pages(own, layer, task);
             });
   }
 
@@ -363,19 +370,19 @@ class DecodeStep {
     score_some(own.features, group(), rows, *own.order, head, part * kScoredPages, std::fabs(decoder_.scale), own.scores.data());
   }
 
-  void choose_pages(StepSequence& own, std::int64_t selection) {
+  void choose_pages(StepSequence& own, std::size_t layer, std::int64_t selection) {
     const SelectionRule& rule = own.sequence.rule;
     const int sharing = decoder_.num_query_heads / rule.num_selections;
     choose_shared(own.scores.data() + selection * sharing * rule.num_candidates, sharing, rule.num_candidates, *own.order,
                   rule.num_units, own.chosen.data() + selection * rule.num_units);
-    own.list_chosen(selection);
+    own.list_chosen(layer, selection);
   }
 
-  void choose_tokens(StepSequence& own, int head) {
+  void choose_tokens(StepSequence& own, std::size_t layer, int head) {
     own.sketch_heads[std::size_t(head)].choose();
     if (own.sequence.rule.rest) own.sketch_heads[std::size_t(head)].estimate_rest();
     const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
-    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(selection);
+    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(layer, selection);
   }
 
   void attend(Team& team, std::size_t layer) {

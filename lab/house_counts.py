@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 STEP = "kvsift.engine.loop", "Loop", "step"  # module, class and method of a step of the engine
-PLANS = "sketch:budget=256", "quest:budget=256", "dense"
+PLANS = "quest:budget=256:score_by=mean_std", "sketch:budget=256", "quest:budget=256", "dense"
 LAYER_FOLDERS = "layer", "stores", "methods", "kernels", "native", "plan"
 PROMPT_TOKENS, STEPS = 600, 16
 CODE = (".py", ".toml", ".cu", ".cuh", ".cpp", ".hpp", ".h")

@@ -20,7 +20,8 @@ from kvsift.engine.loop import Loop
 
 COUNTS = Path(__file__).parent.parent / "lab" / "house_counts.py"
 BOUNDS = {  # plan -> frames from the engine's step to the compiled core, files, calls
-    "sketch:budget=256": (14, 35, 500),
+    "quest:budget=256:score_by=mean_std": (14, 35, 520),  # composed
+    "sketch:budget=256": (7, 19, 75),
     "quest:budget=256": (7, 20, 80),
     "dense": (7, 16, 65),
 }

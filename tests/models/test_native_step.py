@@ -64,6 +64,22 @@ def generated(fused: FusedModel, caches: list[SparseCache], count: int) -> list[
     return found
 
 
+def take_all(fused: FusedModel, caches: list[SparseCache], count: int) -> torch.Tensor:
+    """As ``generated``, where no step may be composed."""
+    native_step, taken = fused.native, list[bool]()
+
+    def counted(*arguments: Any) -> torch.Tensor | None:
+        assert native_step is not None
+        logits = native_step(*arguments)
+        taken.append(logits is not None)
+        return logits
+
+    fused.native = counted  # type: ignore[assignment]
+    logits = torch.stack(generated(fused, caches, count))
+    assert taken == [True] * count
+    return logits
+
+
 def counters(cache: SparseCache) -> dict[str, Any]:
     every = {key: dict(vars(tally)) for key, tally in cache.stats.tallies.items()}
     for tally in every.values():
@@ -175,13 +191,29 @@ def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_h
         assert_alike(together[number], cache)
 
 
-def test_steps_that_are_probed_are_composed_and_counted_as_before() -> None:
-    model = tiny()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", [QUEST, f"{SKETCH}:dense_layers=none", f"{SKETCH}:heads=query:bits=2:dense_layers=1"])
+def test_steps_are_probed_as_composed_ones(plan: str, dtype: torch.dtype) -> None:
+    model = tiny(num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
-    one, other = (filled(model, f"{QUEST}:dense_layers=none", 90, probe_every=4) for _ in range(2))
-    generated(taken, [one], 10), generated(composed, [other], 10)
+    one, other = (filled(model, plan, 90, probe_every=4) for _ in range(2))
+    found = take_all(taken, [one], 10)
+    assert torch.equal(bits(found), bits(torch.stack(generated(composed, [other], 10))))
     assert_alike(one, other)
-    assert one.stats.tallies[0, "decode"].probes == 3
+    assert one.stats.tallies[2, "decode"].probes == 3
+    assert one.stats.probe_s > 0
+
+
+@pytest.mark.parametrize("plan", [QUEST, SKETCH])
+def test_a_guard_widens_a_budget_as_in_composed_steps(plan: str) -> None:
+    model = tiny(num_hidden_layers=3)
+    taken, composed = both(model)
+    one, other = (filled(model, f"{plan}:min_recovery=0.999", 200, probe_every=4) for _ in range(2))
+    found = take_all(taken, [one], 12)
+    assert torch.equal(bits(found), bits(torch.stack(generated(composed, [other], 12))))
+    assert_alike(one, other)
+    assert one.stats.widenings == other.stats.widenings
+    assert [each.after for each in one.stats.widenings] == ["budget=96", "budget=192", "dense"]
 
 
 def test_a_sequence_goes_on_after_its_last_tokens_are_undone_and_its_plan_is_changed() -> None:

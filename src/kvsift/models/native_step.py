@@ -8,6 +8,7 @@ does not take, by the ``objections`` below, stays composed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.layer.accounting import TokenView, count_token
+from kvsift.layer.accounting import Tally, TokenView, count_token
+from kvsift.layer.probe import probe
 from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
@@ -32,7 +34,7 @@ from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import HostStore, PagedStore, note_token
-from kvsift.types import Candidates, LayerShape, Objections
+from kvsift.types import Candidates, LayerShape, Objections, Selection
 
 BOUNDS = "minmax"  # the kind of page summary by which the step ranks pages; SKETCHES are those by which it ranks tokens
 Angles = Callable[[int], tuple[Tensor, Tensor]]
@@ -88,7 +90,6 @@ class NativeStep:
         (lambda rule: rule.budget.mass is not None or rule.budget.head_budgets != "equal",
          "lists of heads have different lengths"),
         (lambda rule: rule.budget.window == 0, "window=0 lets the page being filled compete"),
-        (lambda rule: rule.budget.min_recovery is not None, "min_recovery= is checked by probes"),
         (lambda rule: rule.evicts, "{it.name} drops tokens for good"),
     )  # fmt: skip
 
@@ -171,6 +172,7 @@ class NativeSequence:
         self._stores: list[PagedStore] = [each.store for each in self._attentions]  # type: ignore[misc]
         self.pools = [store.pool for store in self._stores]
         self._keys: list[tuple[int, Phase]] = [(each.shape.layer, "decode") for each in self._attentions]
+        self._guarded = cache.run.plan.is_guarded
         self._moves = -1
         self._of_step: tuple[Tensor, ...] = ()  # whose addresses the core has
         self.core = core.DecodeSequence(self._stores[0].page_size)
@@ -179,6 +181,8 @@ class NativeSequence:
             self.core.keep_sketches(core.SketchFormat(*layout.numbers))
         self.start = 0
         self._view: TokenView | None = None  # of the next token; None: everything
+        self._probed: list[int] = []  # layers in which it is compared with exact attention, by their place
+        self._record: tuple[Tensor, Tensor] | None = None  # its queries and selections in all layers, to be probed
 
     @property
     def is_current(self) -> bool:
@@ -189,22 +193,31 @@ class NativeSequence:
 
     def takes_next(self) -> bool:
         """Whether the next token can be attended without Python: what others want to see of it is composed."""
-        stats, self.start, self._view = self._attentions[0].stats, self._stores[0].lengths[0], None
+        first = self._attentions[0]
+        stats, self.start, self._view, self._probed = first.stats, self._stores[0].lengths[0], None, []
         if self.run.exact or stats.observer is not None:
             return False
-        rule, tallies, every = self._plan.decode, stats.tallies, stats.probe_every
+        rule = self._plan.decode
+        if self._guarded:
+            rule = first.guards.rule(0, self.start, rule, stats)
         if rule is None or rule.is_dense(-1, self.start, self.start + 1):  # in a layer that the plan does not name
             return True
         dense = rule.budget.dense_layers
         sparse = [index for index, key in enumerate(self._keys) if key[0] not in dense]
-        if every > 0:
-            for index in sparse:
-                tally = tallies.get(self._keys[index])
-                if tally is None or tally.sparse_queries % every == 0:
-                    return False  # it is probed
         if sparse:
-            self._view = _view(rule, self._attentions[0].shape, self._dtype, self.start, sparse)
+            self._view = _view(rule, first.shape, self._dtype, self.start, sparse)
+            if stats.probe_every > 0:
+                self._probed = self._due(sparse)
         return True
+
+    def _due(self, sparse: Sequence[int]) -> list[int]:
+        """The sparse layers in which the next token is probed, as ``layer.sparse_attention`` probes it."""
+        first = self._attentions[0]
+        tallies, every = first.stats.tallies, first.stats.probe_every
+        if self._guarded:
+            return list(sparse) if first.guards.of(0).due(self.start, every) else []
+        counted = [tallies.get(self._keys[index]) for index in sparse]
+        return [index for index, tally in zip(sparse, counted) if tally is None or tally.sparse_queries % every == 0]
 
     def grow(self) -> None:
         """Give the sequence the page of its next token."""
@@ -232,6 +245,14 @@ class NativeSequence:
                 view.layers, view.sinks_stop, view.window_start, view.candidates.first, view.candidates.count,
                 view.num_units, view.num_selections, view.by_sketches, view.rest,
             )  # fmt: skip
+            self._record = None
+            if self._probed:
+                shape, layers = self._attentions[0].shape, len(self._layers)
+                self._record = (
+                    torch.empty(layers, shape.num_query_heads, shape.head_dim, dtype=self._dtype),
+                    torch.empty(layers, view.num_selections, view.num_units, dtype=torch.int64),
+                )
+                self.core.record(*map(_address, self._record))
 
     def _point(self) -> None:
         """Tell the core where the pools are: they stay there while their locks are held, and ``moves`` is the same."""
@@ -253,6 +274,26 @@ class NativeSequence:
         except KeyError:
             counted = [stats.tally(layer, "decode") for layer, _ in self._keys]
         count_token(counted, stop, self._stores[0].token_bytes, self._view, select_s, estimated)
+        if self._probed:
+            self._probe(counted)
+
+    def _probe(self, tallies: Sequence[Tally]) -> None:
+        """Compare the token, which is counted, with exact attention."""
+        started, stats, view = perf_counter(), self._attentions[0].stats, self._view
+        assert self._record is not None
+        assert view is not None
+        queries, chosen = self._record
+        spans, candidates = (view.sinks_stop, view.window_start), view.candidates
+        for index in self._probed:
+            attention = self._attentions[index]
+            selection = Selection(chosen[index] + candidates.first, candidates.unit_size)
+            keys = attention.store.reader(0).keys_in_place()
+            recall, recovery = probe(attention.shape, queries[index].unsqueeze(1), keys, spans, selection)
+            tallies[index].add_probe(recall, recovery)
+            if self._guarded:
+                attention.guards.of(0).note(self.start, attention.shape.layer, recovery)
+        self._record = None
+        stats.probe_s += perf_counter() - started
 
 
 def _view(rule: Rule, shape: LayerShape, dtype: torch.dtype, start: int, layers: Sequence[int]) -> TokenView:
