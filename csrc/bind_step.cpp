@@ -33,11 +33,16 @@ void bind_step(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__", [](Matrix* self, Address weight, Address bias, std::int64_t num_out, int num_in) {
         new (self) Matrix{at<void>(weight), at<void>(bias), num_out, num_in};
+      })
+      .def("__init__", [](Matrix* self, const std::vector<PackedMatrix>& parts, Address bias) {
+        std::int64_t num_out = 0;
+        for (const PackedMatrix& part : parts) num_out += part.num_out;
+        new (self) Matrix{nullptr, at<void>(bias), num_out, parts.at(0).num_in, parts};
       });
   nb::class_<Decoder>(m, "Decoder")
       .def("__init__", [](Decoder* self, bool bf16, int num_query_heads, int num_kv_heads, int head_dim, float scale,
-                          Address embedding, Address norm, float norm_eps, const Matrix& head) {
-        new (self) Decoder{bf16, num_query_heads, num_kv_heads, head_dim, scale, at<void>(embedding), at<void>(norm), norm_eps, head, {}};
+                          const Matrix& embedding, Address norm, float norm_eps, const Matrix& head) {
+        new (self) Decoder{bf16, num_query_heads, num_kv_heads, head_dim, scale, embedding, at<void>(norm), norm_eps, head, {}};
       })
       .def("add_layer", [](Decoder& self, const Matrix& qkv, const Matrix& output, const Matrix& gate_up, const Matrix& down,
                            Address attention_norm, float attention_eps, Address mlp_norm, float mlp_eps, Address query_norm,

@@ -24,7 +24,7 @@ void rms_norm(const T* x, const T* weight, int width, float eps, float* out) {
 template <class T>
 struct Product {
   const T* x;         // [num_rows, num_in]
-  const T* weight;    // [num_out, num_in]
+  const T* weight;    // [num_out, num_in]; nullptr: packed (packed.hpp)
   const T* norm;      // [num_in], weight of an RMS norm of x; or nullptr
   const T* bias;      // [num_out]; or nullptr
   const T* residual;  // [num_rows, num_out], added; or nullptr
@@ -35,18 +35,20 @@ struct Product {
   bool gated;
 };
 
-// x in float32, after the norm if there is one.
+// A row of x in float32, after the norm if there is one.
+template <class T>
+void read_input(const Product<T>& call, int row, float* to) {
+  const T* from = call.x + std::int64_t(row) * call.num_in;
+  if (call.norm != nullptr)
+    rms_norm(from, call.norm, call.num_in, call.eps, to);
+  else
+    for (int i = 0; i < call.num_in; ++i) to[i] = load(from + i);
+}
+
 template <class T>
 std::vector<float> inputs(const Product<T>& call) {
   std::vector<float> x(std::size_t(call.num_rows) * call.num_in);
-  for (int row = 0; row < call.num_rows; ++row) {
-    const T* from = call.x + std::int64_t(row) * call.num_in;
-    float* to = x.data() + std::int64_t(row) * call.num_in;
-    if (call.norm != nullptr)
-      rms_norm(from, call.norm, call.num_in, call.eps, to);
-    else
-      for (int i = 0; i < call.num_in; ++i) to[i] = load(from + i);
-  }
+  for (int row = 0; row < call.num_rows; ++row) read_input(call, row, x.data() + std::int64_t(row) * call.num_in);
   return x;
 }
 

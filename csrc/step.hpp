@@ -12,6 +12,7 @@
 
 #include "attention.hpp"
 #include "extremes.hpp"
+#include "packed.hpp"
 #include "pages.hpp"
 #include "rotary.hpp"
 #include "sketch.hpp"
@@ -22,6 +23,25 @@ struct Matrix {
   const void *weight, *bias;  // [num_out, num_in]; [num_out] or nullptr
   std::int64_t num_out;
   int num_in;
+  std::vector<PackedMatrix> parts = {};  // of packed weights; then there is no weight
+
+  bool is_packed() const { return !parts.empty(); }
+};
+
+// Inputs of products, as plain and as packed matrices read them.
+struct ProductInputs {
+  const bool some_plain, some_packed;
+  PackedQueries plain;
+  PackedInputs packed;
+
+  ProductInputs(int num_rows, int num_in, bool is_bf16, bool some_plain, bool some_packed)
+      : some_plain(some_plain), some_packed(some_packed), plain(some_plain ? num_rows : 0, num_in, is_bf16),
+        packed(some_packed ? num_rows : 0, num_in) {}
+
+  void set(int row, int first, const float* numbers, int count) {
+    if (some_plain) plain.set(row, first, numbers, count);
+    if (some_packed) packed.set(row, first, numbers, count);
+  }
 };
 
 struct LayerWeights {
@@ -32,10 +52,10 @@ struct LayerWeights {
 };
 
 struct Decoder {
-  bool bf16;  // all weights, keys and values; else float32
+  bool bf16;  // all weights that are not packed, keys and values; else float32
   int num_query_heads, num_kv_heads, head_dim;
   float scale;            // of logits of attention
-  const void* embedding;  // [vocabulary, hidden]
+  Matrix embedding;       // [vocabulary, hidden]
   const void* norm;
   float norm_eps;
   Matrix head;
@@ -208,10 +228,11 @@ template <class T>
 class DecodeStep {
  public:
   DecodeStep(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, T* logits)
-      : decoder_(decoder), rows_(int(sequences.size())), hidden_(decoder.head.num_in), rotation_(decoder.head_dim), logits_(logits),
-        from_x_(rows_, hidden_, decoder.bf16),
-        from_heads_(rows_, decoder.num_query_heads * decoder.head_dim, decoder.bf16),
-        from_gates_(rows_, largest_gate(), decoder.bf16), x_(std::size_t(rows_) * hidden_),
+      : decoder_(decoder), rows_(int(sequences.size())), hidden_(decoder.head.num_in), rotation_(decoder.head_dim),
+        logits_(logits),
+        from_x_(inputs(hidden_, [](const LayerWeights& layer) { return std::vector{&layer.qkv, &layer.gate_up}; }, &decoder.head)),
+        from_heads_(inputs(decoder.num_query_heads * decoder.head_dim, [](const LayerWeights& layer) { return std::vector{&layer.output}; })),
+        from_gates_(inputs(largest_gate(), [](const LayerWeights& layer) { return std::vector{&layer.down}; })), x_(std::size_t(rows_) * hidden_),
         qkv_(std::size_t(rows_) * qkv_width()), gates_(std::size_t(rows_) * largest_gate()) {
     for (int row = 0; row < rows_; ++row)
       sequences_.push_back(std::make_unique<StepSequence>(*sequences[std::size_t(row)], row, decoder, rotation_));
@@ -231,27 +252,25 @@ class DecodeStep {
 
   // Seconds that were spent on selections.
   double run(int threads) {
-    for (const auto& each : sequences_)
-      std::memcpy(&x_[std::size_t(each->row) * hidden_],
-                  static_cast<const T*>(decoder_.embedding) + each->sequence.token * hidden_, hidden_ * sizeof(T));
+    for (const auto& each : sequences_) embed(each->sequence.token, &x_[std::size_t(each->row) * hidden_]);
     double select_s = 0;
     Team::run(threads, [&](Team& team, bool leads) {
       for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
         const LayerWeights& weights = decoder_.layers[layer];
         normalise(team, weights.attention_norm, weights.attention_eps);
-        multiply(team, product(weights.qkv, nullptr, qkv_.data()), from_x_);
+        multiply(team, weights.qkv, from_x_, nullptr, qkv_.data());
         append(team, layer);
         const auto started = std::chrono::steady_clock::now();
         select(team, layer);
         if (leads) select_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
         attend(team, layer);
-        multiply(team, product(weights.output, x_.data(), x_.data()), from_heads_);
+        multiply(team, weights.output, from_heads_, x_.data(), x_.data());
         normalise(team, weights.mlp_norm, weights.mlp_eps);
-        multiply(team, product(weights.gate_up, nullptr, gates_.data(), true), from_x_, &from_gates_);
-        multiply(team, product(weights.down, x_.data(), x_.data()), from_gates_);
+        multiply(team, weights.gate_up, from_x_, nullptr, gates_.data(), &from_gates_);
+        multiply(team, weights.down, from_gates_, x_.data(), x_.data());
       }
       normalise(team, decoder_.norm, decoder_.norm_eps);
-      multiply(team, product(decoder_.head, nullptr, logits_), from_x_);
+      multiply(team, decoder_.head, from_x_, nullptr, logits_);
     });
     return select_s;
   }
@@ -264,9 +283,23 @@ class DecodeStep {
   int largest_gate() const { return decoder_.layers.empty() ? 0 : decoder_.layers[0].down.num_in; }
   int group() const { return decoder_.num_query_heads / decoder_.num_kv_heads; }
 
-  Product<T> product(const Matrix& matrix, const T* residual, T* out, bool gated = false) const {
-    return {nullptr, numbers(matrix.weight), nullptr, numbers(matrix.bias), residual, out, matrix.num_out, rows_, matrix.num_in,
-            0.0f,    gated};
+  // Of the matrices that an input is multiplied with: matrices(layer) in each layer, and perhaps another.
+  template <class Matrices>
+  ProductInputs inputs(int num_in, Matrices&& matrices, const Matrix* other = nullptr) const {
+    bool some_packed = other != nullptr && other->is_packed(), some_plain = other != nullptr && !other->is_packed();
+    for (const LayerWeights& layer : decoder_.layers)
+      for (const Matrix* matrix : matrices(layer)) (matrix->is_packed() ? some_packed : some_plain) = true;
+    return {rows_, num_in, decoder_.bf16, some_plain, some_packed};
+  }
+
+  void embed(std::int64_t token, T* x) const {
+    if (!decoder_.embedding.is_packed()) {
+      std::memcpy(x, numbers(decoder_.embedding.weight) + token * hidden_, hidden_ * sizeof(T));
+      return;
+    }
+    std::vector<float> row(static_cast<std::size_t>(hidden_));
+    decoder_.embedding.parts[0].unpack(token, row.data());
+    for (int i = 0; i < hidden_; ++i) store(x + i, row[std::size_t(i)]);
   }
 
   void normalise(Team& team, const void* norm, float eps) {
@@ -277,27 +310,41 @@ class DecodeStep {
     });
   }
 
-  // Multiplies the packed rows with a matrix; the outputs are packed too where a product follows at once.
-  void multiply(Team& team, const Product<T>& call, const PackedQueries& packed, PackedQueries* following = nullptr) {
+  // Multiplies inputs with a matrix. Where a product follows at once, outputs are gated and are its inputs.
+  void multiply(Team& team, const Matrix& matrix, const ProductInputs& inputs, const T* residual, T* out,
+                ProductInputs* following = nullptr) {
+    const Product<T> call{nullptr, numbers(matrix.weight), nullptr, numbers(matrix.bias), residual, out, matrix.num_out, rows_,
+                          matrix.num_in, 0.0f, following != nullptr};
+    const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
+    const auto pass_on = [&](std::int64_t start, std::int64_t count) {
+      if (following == nullptr) return;
+      std::vector<float> outputs(static_cast<std::size_t>(count));
+      for (int row = 0; row < rows_; ++row) {
+        for (std::int64_t i = 0; i < count; ++i) outputs[std::size_t(i)] = load(out + row * width + start + i);
+        following->set(row, int(start), outputs.data(), int(count));
+      }
+    };
+    if (matrix.is_packed()) {
+      const PackedProduct<T> product(call, matrix.parts, inputs.packed, team.size());
+      team.each(product.num_tasks(), [&](std::int64_t task) { product.run(task, pass_on); });
+      return;
+    }
     // Rows are read fastest forwards, and a thread that falls behind leaves tasks to the others.
-    const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out, even = width / (kTasksPerThread * team.size());
-    const std::int64_t per_task = std::max(rows_per_task<T>(call.num_in), (even + 3) / 4 * 4);
+    const std::int64_t even = width / (kTasksPerThread * team.size());
+    const int together = following != nullptr && following->some_packed ? PackedMatrix::kBlock : 4;
+    const std::int64_t per_task = (std::max(rows_per_task<T>(call.num_in), even) + together - 1) / together * together;
     team.each((width + per_task - 1) / per_task, [&](std::int64_t task) {
       const std::int64_t start = task * per_task, count = std::min(per_task, width - start);
       std::vector<float> products(std::size_t(call.gated ? 2 : 1) * std::size_t(rows_ * count));
       float* const factors = products.data() + (call.gated ? rows_ * count : 0);
-      const auto multiply_rows = [&](std::int64_t first, float* out) {
+      const auto multiply_rows = [&](std::int64_t first, float* to) {
         const Rows rows{call.weight + first * call.num_in, nullptr, count, call.num_in, sizeof(T) == 2};
-        kernels().dots(packed.heads(0, rows_), rows, out, count);
+        kernels().dots(inputs.plain.heads(0, rows_), rows, to, count);
       };
       multiply_rows(start, products.data());
       if (call.gated) multiply_rows(width + start, factors);
       write_outputs(call, start, count, products.data(), factors, count);
-      if (following == nullptr) return;
-      for (int row = 0; row < rows_; ++row) {
-        for (std::int64_t i = 0; i < count; ++i) products[std::size_t(i)] = load(call.out + row * width + start + i);
-        following->set(row, int(start), products.data(), int(count));
-      }
+      pass_on(start, count);
     });
   }
 
@@ -432,7 +479,7 @@ class DecodeStep {
   const int rows_, hidden_;
   const Rotation rotation_;  // of queries for sketches
   T* const logits_;                                     // [rows, vocabulary]
-  PackedQueries from_x_, from_heads_, from_gates_;      // inputs of products
+  ProductInputs from_x_, from_heads_, from_gates_;
   std::vector<T> x_, qkv_, gates_;                      // of all rows
   std::vector<std::unique_ptr<StepSequence>> sequences_;
 };

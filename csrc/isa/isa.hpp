@@ -88,6 +88,25 @@ struct SketchWeights {
 // Where the weight of a token of a strip is.
 static inline constexpr int weight_position(int token) { return token % 8 * 2 + token / 8; }
 
+// 16 outputs of a matrix of packed weights. Of each block of 32 inputs it has codes [bits, 16 outputs, 4 bytes], then scales
+// [16] in float16 (halves: [2, 16], of 16 inputs each), and if it is affine minima [16]:
+//   weight = scale * (code - 128) + minimum.
+// Four bytes are the codes of four consecutive inputs. Of 4 bits the low ones are for the first 16 inputs of the block, the
+// high ones for the others, and the table has their codes.
+struct PackedTile {
+  const std::uint8_t* blocks;
+  const std::uint8_t* table;  // [16]
+  int num_blocks, bits;
+  bool affine, halves;
+};
+
+// 32 inputs in 8 bits: number = scale * code.
+struct alignas(64) InputBlock {
+  std::int32_t codes[8];  // of four inputs each
+  float scale, sum;       // sum of the numbers
+  std::int32_t starts[3]; // -128 times the sum of the codes: of the first 16, of the others, of all
+};
+
 struct Kernels {
   const char* name;
   // scores[q * stride + i] = queries[q] . rows[i]; a score does not depend on the other rows and queries of a call
@@ -120,6 +139,11 @@ struct Kernels {
   // most 4 queries; rows as in SketchBlock and one more, weights 0 behind the last page; stride >= padded(head_dim)
   void (*sketch_values)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages,
                         const std::int16_t* weights, const float* scales, int num_queries, float* sums, int stride);
+  // out[r * stride + i] = product of row r and output i of the tile; block b of row r is x[b * num_rows + r]. A product does
+  // not depend on the other rows, nor on the instruction set
+  void (*packed_products)(const PackedTile& tile, const InputBlock* x, int num_rows, float* out, std::int64_t stride);
+  // block b, of the numbers from x + 32 * b on, is blocks[b * apart]
+  void (*pack_inputs)(const float* x, int num_blocks, InputBlock* blocks, int apart);
 };
 
 extern const Kernels kGeneric;

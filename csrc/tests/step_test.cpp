@@ -18,7 +18,7 @@ namespace {
     }                                                                                       \
   } while (0)
 
-constexpr int kHeads = 6, kKvHeads = 2, kWidth = 16, kHidden = 40, kInter = 56, kPage = 16, kPages = 64, kLayers = 2;
+constexpr int kHeads = 6, kKvHeads = 2, kWidth = 16, kPage = 16, kPages = 64, kLayers = 2;
 constexpr std::int64_t kVocabulary = 50;
 
 // Numbers of a type, which live as long as the test.
@@ -36,9 +36,27 @@ class Numbers {
     return bytes_.back().data();
   }
   Matrix matrix(std::int64_t num_out, int num_in) { return {draw(num_out * num_in), draw(num_out), num_out, num_in}; }
+  // Of parts of two kinds.
+  Matrix packed(std::int64_t num_out, int num_in, bool gated = false) {
+    const std::int64_t first = gated ? num_out / 2 : num_out - 16;
+    return {nullptr, draw(num_out), num_out, num_in, {part(first, num_in, 4), part(num_out - first, num_in, gated ? 4 : 8)}};
+  }
+  PackedMatrix part(std::int64_t num_out, int num_in, int bits) {
+    PackedMatrix made{nullptr, {}, num_out, num_in, bits, bits == 4, bits == 8};
+    for (int i = 0; i < 16; ++i) made.table[i] = std::uint8_t(100 + 3 * i);
+    bytes_.emplace_back(std::size_t(made.num_tiles() * made.tile_bytes()));
+    const std::int64_t block_bytes = made.tile_bytes() / made.num_blocks();
+    for (std::size_t i = 0; i < bytes_.back().size(); ++i) {
+      const bool is_scale = std::int64_t(i) % block_bytes >= bits * 64;
+      bytes_.back()[i] = is_scale ? (i % 2 == 0 ? random_() % 256 : 0x14) : random_() % 256;  // scales of 2^-10
+    }
+    made.data = bytes_.back().data();
+    return made;
+  }
 
  private:
   std::mt19937 random_{7};
+  std::vector<std::vector<std::uint8_t>> bytes_;
   std::vector<std::vector<T>> all_;
   std::vector<std::vector<std::uint8_t>> bytes_;
 };
@@ -81,15 +99,24 @@ DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, st
   return made;
 }
 
-template <class T>
+// Packed weights: in some of the matrices, so that inputs are read in both ways.
+template <class T, bool kPacked>
 void check_step() {
+  constexpr int kHidden = kPacked ? 64 : 40, kInter = kPacked ? 96 : 56, kQkv = (kHeads + 2 * kKvHeads) * kWidth;
   Numbers<T> numbers;
-  Decoder decoder{sizeof(T) == 2, kHeads, kKvHeads, kWidth, 0.25f, numbers.draw(kVocabulary * kHidden), numbers.draw(kHidden),
-                  1e-5f, numbers.matrix(kVocabulary, kHidden), {}};
-  for (int layer = 0; layer < kLayers; ++layer)
-    decoder.layers.push_back({numbers.matrix((kHeads + 2 * kKvHeads) * kWidth, kHidden), numbers.matrix(kHidden, kHeads * kWidth),
-                              numbers.matrix(2 * kInter, kHidden), numbers.matrix(kHidden, kInter), numbers.draw(kHidden),
-                              numbers.draw(kHidden), numbers.draw(kWidth), numbers.draw(kWidth), 1e-5f, 1e-5f, 1e-6f});
+  const Matrix embedding = numbers.matrix(kVocabulary, kHidden), head = numbers.matrix(kVocabulary, kHidden);
+  Decoder decoder{sizeof(T) == 2, kHeads, kKvHeads, kWidth, 0.25f, embedding, numbers.draw(kHidden), 1e-5f, head, {}};
+  if (kPacked) decoder.embedding = {nullptr, nullptr, kVocabulary, kHidden, {numbers.part(kVocabulary, kHidden, 8)}};
+  if (kPacked) decoder.head = {nullptr, nullptr, kVocabulary, kHidden, decoder.embedding.parts};
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const bool packs = kPacked && layer == 1, packs_down = kPacked && layer == 0;
+    decoder.layers.push_back({packs ? numbers.packed(kQkv, kHidden) : numbers.matrix(kQkv, kHidden),
+                              numbers.matrix(kHidden, kHeads * kWidth),
+                              packs ? numbers.packed(2 * kInter, kHidden, true) : numbers.matrix(2 * kInter, kHidden),
+                              packs_down ? numbers.packed(kHidden, kInter) : numbers.matrix(kHidden, kInter),
+                              numbers.draw(kHidden), numbers.draw(kHidden), numbers.draw(kWidth), numbers.draw(kWidth), 1e-5f,
+                              1e-5f, 1e-6f});
+  }
   const std::vector<Run> one{{0, kPages}}, several{{40, 20}, {3, 30}}, first{{5, 1}};
   const std::vector<DecodeSequence> sequences{sequence_of(numbers, one, 777, -1), sequence_of(numbers, several, 591, 7),
                                               sequence_of(numbers, one, 400, 0), sequence_of(numbers, first, 0, -1),
@@ -149,8 +176,10 @@ int main() {
   check_team();
   for (auto level = usable_levels(); *level != nullptr; ++level) {
     use_level(**level);
-    check_step<float>();
-    check_step<std::uint16_t>();
+    check_step<float, false>();
+    check_step<std::uint16_t, false>();
+    check_step<float, true>();
+    check_step<std::uint16_t, true>();
   }
   std::puts("all tests passed");
 }

@@ -38,10 +38,15 @@ class Origin:
     name: str
     weights: Tensor
 
+    @staticmethod
+    def step(count: int) -> int:
+        """Return the distance of numbers of a sample of so many."""
+        return -(-count // 64)
+
     def sample(self) -> Tensor:
         """Numbers that lie evenly in the weights, float32 [at most 64]."""
         flat = self.weights.detach().flatten()
-        return flat[:: -(-len(flat) // 64)].float().cpu().clone(memory_format=torch.contiguous_format)
+        return flat[:: self.step(len(flat))].float().cpu().clone(memory_format=torch.contiguous_format)
 
 
 class LayerShape(NamedTuple):

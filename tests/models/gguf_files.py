@@ -13,6 +13,10 @@ from models.tiny import tiny
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
+from kvsift.gguf_file import GgufTensor
+from kvsift.models.hf.gguf_codes import packed_matrix
+from kvsift.models.packed_linear import put_packed
+
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
 TEMPLATE = (
@@ -69,6 +73,24 @@ def write_gguf(
             writer.add_tensor(f"{names.get_name(name)}.{suffix}", packed, raw_dtype=own)
     _close(writer)
     return model
+
+
+def pack_model(model: PreTrainedModel, kind: GGMLQuantizationType) -> PreTrainedModel:
+    """Pack the matrices of a model in place, as if they had been read from a file."""
+    names = [name for name, weight in model.named_parameters() if weight.dim() == 2]
+    matrices = {}
+    for name in names:
+        weight = model.get_parameter(name)
+        matrix = packed_matrix(packed_tensor(weight.detach().float().numpy(), kind))
+        assert matrix is not None
+        matrices[name] = matrix
+    put_packed(model, matrices, model.dtype)
+    return model
+
+
+def packed_tensor(values: np.ndarray, kind: GGMLQuantizationType) -> GgufTensor:
+    """Return a matrix as one of a file."""
+    return GgufTensor(kind.value, values.shape, gguf.quantize(values, kind))
 
 
 def interleaved(values: np.ndarray, num_heads: int) -> np.ndarray:

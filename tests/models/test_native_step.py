@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.gguf_files import pack_model
 from models.tiny import tiny
 
 from kvsift import native
@@ -119,6 +121,28 @@ def test_native_steps_have_the_bits_of_composed_ones(family: str, plan: str, dty
     for logits, same in zip(found, expected, strict=True):
         assert torch.equal(bits(logits), bits(same))
     assert_alike(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(kind: Kind, dtype: torch.dtype) -> None:
+    model = pack_model(tiny("Qwen2", head_dim=32, intermediate_size=96).to(dtype), kind)
+    taken, composed = both(model)
+    assert taken.joins
+    lengths = (40, 75, 200)
+    caches, others, alone = ([filled(model, PLANS[2], length) for length in lengths] for _ in range(3))
+    native_logits, expected = generated(taken, caches, 12), generated(composed, others, 12)
+    for one, other in zip(native_logits, expected, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    for cache, other in zip(caches, others, strict=True):
+        assert_alike(cache, other)
+    first = torch.cat([taken.decode(torch.tensor([5 + i]), [cache]) for i, cache in enumerate(alone)])
+    assert torch.equal(bits(first), bits(native_logits[0]))
+
+
+def test_heads_that_no_blocks_of_packed_weights_cover_are_composed() -> None:
+    step = DecoderStep(pack_model(tiny("Llama"), Kind.Q8_0))
+    assert reason(step, NativeStep.of_weights) == "its heads have 16 channels, and packed weights take blocks of 32"
 
 
 def test_a_token_without_an_embedding_is_an_error_as_in_composed_steps() -> None:

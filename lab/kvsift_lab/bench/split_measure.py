@@ -222,7 +222,7 @@ def _prefill_chunk(cache: SparseCache, step: DecoderStep, context: int) -> float
     for layer in cache.layers:
         layer.attention.crop(0, context - count)
         layer.columns = context - count
-    tokens, started = torch.arange(count, device=step.embedding.device) % 100, perf_counter()
+    tokens, started = torch.arange(count, device=step.device) % 100, perf_counter()
     FusedModel(step).prefill(tokens, cache, "prefill").argmax().item()
     return perf_counter() - started
 

@@ -6,8 +6,9 @@ step can be captured in a CUDA graph; the composed path through transformers is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,9 @@ from kvsift.kernels.append import append_sketches
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.packed_linear import PackedEmbedding
 from kvsift.models.projection import Norm, Projection
+from kvsift.native.packed import PackedMatrix
 from kvsift.types import Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -81,7 +84,10 @@ class DecoderStep:
     @torch.inference_mode(False)  # or the model's weights would be inference tensors from now on
     @torch.no_grad()
     def __init__(self, model: Any) -> None:
-        self.embedding: Tensor = model.model.embed_tokens.weight.data
+        embedding = model.model.embed_tokens
+        self.embedding: Tensor | PackedMatrix = (
+            embedding.matrix if isinstance(embedding, PackedEmbedding) else embedding.weight.data
+        )
         self.layers = [LayerWeights.of(layer) for layer in model.model.layers]
         self.norm = _norm(model.model.norm)
         self.head = Projection.of(model.lm_head)
@@ -90,7 +96,13 @@ class DecoderStep:
         self.num_kv_heads: int = model.config.num_key_value_heads
         products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.keeps_bits: bool = all(product.keeps_bits for product in [*products, self.head])
-        self.pdl = self.embedding.is_cuda and torch.cuda.get_device_capability(self.embedding.device) >= (9, 0)
+        self.device, self.dtype = self.norm[0].device, self.norm[0].dtype
+        self.embed: Callable[[Tensor], Tensor] = (  # tokens [n] -> [n, hidden]
+            partial(self.embedding.rows, dtype=self.dtype)
+            if isinstance(self.embedding, PackedMatrix)
+            else partial(nn.functional.embedding, weight=self.embedding)
+        )
+        self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
@@ -98,7 +110,7 @@ class DecoderStep:
         parts = []
         for start in range(0, num_positions, TABLE_CHUNK):
             stop = min(start + TABLE_CHUNK, num_positions)
-            parts.append(torch.stack(self.angles_of(torch.arange(start, stop, device=self.embedding.device)), 1))
+            parts.append(torch.stack(self.angles_of(torch.arange(start, stop, device=self.device)), 1))
         return torch.cat(parts)
 
     def angles_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +125,7 @@ class DecoderStep:
         """Return the logits after one more token per sequence; ``angles`` is [positions, 2, head_dim]."""
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]
         steady = batch.block > 0
-        x = nn.functional.embedding(tokens, self.embedding)  # [batch, hidden]
+        x = self.embed(tokens)  # [batch, hidden]
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
             queries = qkv_rotary_append(
                 layer.qkv(x, layer.before_attention, steady=steady, pdl=self.pdl), cos, sin, attend.kv,

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
@@ -19,7 +19,7 @@ from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.native_step import NativeStep
 from kvsift.native.loader import AVAILABLE
-from kvsift.native.product import MAX_ROWS, takes_product
+from kvsift.native.product import MAX_ROWS
 from kvsift.plan.capabilities import reason
 from kvsift.threads import yield_to_others
 
@@ -45,11 +45,7 @@ class FusedModel:
     def joins(self) -> bool:
         """Whether ``decode`` gives each sequence the bits that it has alone: the compiled core multiplies few rows."""
         layers = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._step.layers]
-        weights = [each.weight for each in (self._step.head, *chain(*layers))]
-        return all(
-            weight is not None and takes_product(weight.new_empty(MAX_SEQUENCES, weight.shape[1]), weight)
-            for weight in weights
-        )
+        return all(each.in_core for each in (self._step.head, *chain(*layers)))
 
     def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
@@ -104,7 +100,7 @@ class FusedModel:
                 return logits if all_logits else logits.unsqueeze(1)
         decode_tokens = num_new if phase == "decode" else 0
         cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
-        x = nn.functional.embedding(tokens, step.embedding)  # [sequences * num_new, hidden]
+        x = step.embed(tokens)  # [sequences * num_new, hidden]
         for index, layer in enumerate(step.layers):
             heads = rotate_heads(
                 layer.qkv(x, layer.before_attention), cos, sin, step.num_query_heads, step.num_kv_heads,
@@ -134,7 +130,7 @@ class FusedModel:
                 if len(rows) == 1
                 else (torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows]))
             )
-        positions = [torch.arange(start, start + num_new, device=self._step.embedding.device) for start in starts]
+        positions = [torch.arange(start, start + num_new, device=self._step.device) for start in starts]
         return self._step.angles_of(positions[0] if len(positions) == 1 else torch.cat(positions))
 
     def _angles_at(self, position: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +138,7 @@ class FusedModel:
         if first not in self._angles:
             if len(self._angles) == MOST_BLOCKS:
                 self._angles.clear()
-            positions = torch.arange(first, first + ANGLES, device=self._step.embedding.device)
+            positions = torch.arange(first, first + ANGLES, device=self._step.device)
             self._angles[first] = self._step.angles_of(positions)
         cos, sin = self._angles[first]
         return cos[row : row + 1], sin[row : row + 1]

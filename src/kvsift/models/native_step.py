@@ -27,7 +27,7 @@ from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.projection import Projection
 from kvsift.native.loader import core, num_threads
-from kvsift.native.product import takes_product
+from kvsift.native.packed import BLOCK, PackedMatrix
 from kvsift.native.shapes import LARGEST_HEAD_DIM, NOT_FINITE, ROW_DTYPES
 from kvsift.native.sketch_format import SketchLayout, sketch_layout
 from kvsift.plan.budget import Budget
@@ -49,15 +49,17 @@ class NativeStep:
     """
 
     of_weights: ClassVar[Objections] = (  # to decoder steps
-        (lambda step: step.embedding.dtype not in ROW_DTYPES, "its weights are {it.embedding.dtype}"),
+        (lambda step: step.dtype not in ROW_DTYPES, "its weights are {it.dtype}"),
         (lambda step: len({tensor.dtype for tensor in _tensors(step)}) > 1, "its weights have several dtypes"),
-        (lambda step: any(each.weight is None or not takes_product(each.weight[:1], each.weight)
-                          for each in _projections(step)),
+        (lambda step: not all(each.in_core for each in _projections(step)),
          "the core does not multiply with its weights"),
         (lambda step: any(layer.gate_up.bias is not None for layer in step.layers), "its gates have biases"),
         (lambda step: not all(tensor.is_cpu and tensor.is_contiguous() for tensor in _tensors(step)),
          "its weights are not in one piece of host memory"),
-        (lambda step: (width := _head_dim(step)) % 8 or width > LARGEST_HEAD_DIM, "its heads have {found} channels"),
+        (lambda step: ((width := _head_dim(step)) % 8 or width > LARGEST_HEAD_DIM) and width,
+         "its heads have {found} channels"),
+        (lambda step: any(layer.output.parts for layer in step.layers) and (width := _head_dim(step)) % BLOCK and width,
+         "its heads have {found} channels, and packed weights take blocks of 32"),
     )  # fmt: skip
     of_caches: ClassVar[Objections] = (
         (lambda cache: not cache.attentions or len(cache.attentions) < len(cache.layers), "some layer has no token"),
@@ -94,12 +96,19 @@ class NativeStep:
     )  # fmt: skip
 
     def __init__(self, step: DecoderStep, angles: Angles) -> None:
-        self._dtype, self._angles, self._step = step.embedding.dtype, angles, step
+        self._dtype, self._angles = step.dtype, angles
+        self._num_embedded, self._num_logits = step.embedding.shape[0], step.head.num_out
+        self._weights = step  # whose addresses the core has
         self._sequences: WeakKeyDictionary[SparseCache, NativeSequence] = WeakKeyDictionary()
         self._refused: WeakKeyDictionary[SparseCache, Plan] = WeakKeyDictionary()  # under which it is not taken
         heads, head_dim = (step.num_query_heads, step.num_kv_heads), _head_dim(step)
+        whole = step.embedding
+        if isinstance(whole, PackedMatrix):
+            embedding = core.Matrix([whole.core], 0)
+        else:
+            embedding = core.Matrix(whole.data_ptr(), 0, *whole.shape)
         self._decoder = core.Decoder(
-            self._dtype == torch.bfloat16, *heads, head_dim, head_dim**-0.5, step.embedding.data_ptr(),
+            self._dtype == torch.bfloat16, *heads, head_dim, head_dim**-0.5, embedding,
             *_norm(step.norm), _matrix(step.head),
         )  # fmt: skip
         for layer in step.layers:
@@ -117,10 +126,10 @@ class NativeStep:
             InputError: if queries that are to rank pages are not finite.
         """
         ids, sequences = tokens.tolist(), [self._sequence(cache) for cache in caches]
-        if not all(sequences) or not all(0 <= token < len(self._step.embedding) for token in ids):
+        if not all(sequences) or not all(0 <= token < self._num_embedded for token in ids):
             return None  # a head may have more tokens than the embedding
         ready: list[NativeSequence] = [sequence for sequence in sequences if sequence is not None]
-        logits = torch.empty(len(caches), self._step.head.weight.shape[0], dtype=self._dtype)  # type: ignore[union-attr]
+        logits = torch.empty(len(caches), self._num_logits, dtype=self._dtype)
         for sequence in ready:
             sequence.grow()
         pools = [pool for sequence in ready for pool in sequence.pools]
@@ -326,8 +335,7 @@ def _layout(cache: SparseCache) -> SketchLayout | None:
 
 
 def _head_dim(step: DecoderStep) -> int:
-    weight = step.layers[0].qkv.weight
-    return 0 if weight is None else len(weight) // (step.num_query_heads + 2 * step.num_kv_heads)
+    return step.layers[0].qkv.num_out // (step.num_query_heads + 2 * step.num_kv_heads)
 
 
 def _projections(step: DecoderStep) -> list[Projection]:
@@ -336,14 +344,14 @@ def _projections(step: DecoderStep) -> list[Projection]:
 
 
 def _tensors(step: DecoderStep) -> list[Tensor]:
-    """All weights of a step."""
+    """All weights of a step that are not packed."""
     norms = [
         tensor
         for layer in step.layers
         for tensor in (layer.before_attention[0], layer.before_mlp[0], layer.q_norm, layer.k_norm)
     ]
     found = [
-        step.embedding,
+        None if isinstance(step.embedding, PackedMatrix) else step.embedding,
         step.norm[0],
         *norms,
         *(each for own in _projections(step) for each in (own.weight, own.bias)),
@@ -352,6 +360,8 @@ def _tensors(step: DecoderStep) -> list[Tensor]:
 
 
 def _matrix(projection: Projection) -> Any:
+    if projection.parts:
+        return core.Matrix([part.core for part in projection.parts], _address(projection.bias))
     weight = projection.weight
     assert weight is not None
     return core.Matrix(weight.data_ptr(), _address(projection.bias), *weight.shape)

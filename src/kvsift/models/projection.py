@@ -14,6 +14,8 @@ from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
 from kvsift.kernels.skinny_product import takes_weight
 from kvsift.kernels.triton_shim import runs_on_triton
+from kvsift.models.packed_linear import PackedLinear
+from kvsift.native.packed import PackedMatrix, packed_product
 from kvsift.native.product import MAX_ROWS, product, takes_product
 
 Norm = tuple[Tensor, float]  # weight [in], eps
@@ -25,34 +27,45 @@ class Projection:
 
     Attributes:
         modules: linear layers of one input.
-        weight: [out of all, in] if all are plain ``nn.Linear``; their own weights are views of it. Else None, and
-            the modules are called one by one (quantised weights).
+        weight: [out of all, in] if all are plain ``nn.Linear``; their own weights are views of it. Else None.
         bias: [out of all], if they have biases.
+        parts: the matrices if all are ``PackedLinear``. Without weight and parts the modules are called one by one
+            (weights that other libraries quantised, or some that are packed and some plain).
     """
 
     modules: tuple[nn.Module, ...]
     weight: Tensor | None = None
     bias: Tensor | None = None
+    parts: tuple[PackedMatrix, ...] = ()
 
     @classmethod
     def of(cls, *modules: nn.Module) -> Projection:
         """Move the modules' parameters into one storage, which they share; nothing is stored twice."""
-        if any(type(module) is not nn.Linear for module in modules):
+        kinds = {type(module) for module in modules}
+        if kinds != {nn.Linear} and kinds != {PackedLinear}:
             return cls(modules)
         biases = [module.bias for module in modules]
         if len({bias is None for bias in biases}) > 1:
             return cls(modules)
         bias = None if biases[0] is None else _joined([bias for bias in biases if isinstance(bias, nn.Parameter)])
+        if kinds == {PackedLinear}:
+            return cls(modules, None, bias, tuple(module.matrix for module in modules))  # type: ignore[misc]
         return cls(modules, _joined([module.weight for module in modules]), bias)  # type: ignore[misc]
 
     @cached_property
     def in_core(self) -> bool:
-        """Whether the compiled core multiplies few rows with the weight."""
-        return self.weight is not None and takes_product(self.weight[:1], self.weight)
+        """Whether the compiled core multiplies few rows with the weight; packed ones, any number of rows."""
+        return bool(self.parts) or (self.weight is not None and takes_product(self.weight[:1], self.weight))
+
+    @property
+    def num_out(self) -> int:
+        """Outputs of all modules."""
+        return sum(module.out_features for module in self.modules)  # type: ignore[misc]
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether a row of a steady product of up to 32 rows has the same bits whatever their number."""
+        """Whether a row of a steady product of up to 32 rows has the same bits whatever their number (packed weights:
+        of every product)."""
         weight = self.weight
         if weight is None or not weight.is_cuda:
             return self.in_core
@@ -63,8 +76,9 @@ class Projection:
         pdl: bool = False,
     ) -> Tensor:  # fmt: skip
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
-        if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
-            assert self.weight is not None
+        if self.parts:
+            return packed_product(x, self.parts, self.bias, norm=norm, residual=residual)
+        if self.weight is not None and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
             return product(x, self.weight, self.bias, norm=norm, residual=residual)
         if self.weight is not None:
             return linear(x, self.weight, self.bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
@@ -81,6 +95,8 @@ class Projection:
 
     def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
+        if self.bias is None and self.parts:
+            return packed_product(x, self.parts, norm=norm, gated=True)
         if self.weight is not None and self.bias is None:
             if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
                 return product(x, self.weight, norm=norm, gated=True)

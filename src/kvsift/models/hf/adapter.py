@@ -24,6 +24,7 @@ from kvsift.models.hf.pinning import RopePinning
 from kvsift.models.hf.run import SparseRun
 from kvsift.models.hf.trial import try_model
 from kvsift.models.hf.unwrap import refuse_unsupported, unwrapped
+from kvsift.models.packed_linear import PackedEmbedding
 from kvsift.threads import yield_to_others
 from kvsift.types import Origin, Rope
 
@@ -276,10 +277,15 @@ class Adapter:
 
 def origin_of(model: Any) -> Origin | None:
     """Return the identity of a model, as files made for it store it; None without a token embedding."""
-    weights = getattr(model.get_input_embeddings(), "weight", None)
-    if weights is None:
+    embedding = model.get_input_embeddings()
+    shape: tuple[int, ...]
+    if isinstance(embedding, PackedEmbedding):
+        weights, shape = embedding.sample(), embedding.matrix.shape
+    elif isinstance(whole := getattr(embedding, "weight", None), Tensor):
+        weights, shape = whole, tuple(whole.shape)
+    else:
         return None
     config = model.config.get_text_config(decoder=True)
     every = {str(getattr(own, "num_attention_heads", "?")) for own in config.per_layer_config}  # one, as a rule
     heads, layers = " or ".join(sorted(every)), getattr(config, "num_hidden_layers", "?")
-    return Origin(f"{type(model).__name__}, {layers} layers, {heads} heads, {tuple(weights.shape)} embeddings", weights)
+    return Origin(f"{type(model).__name__}, {layers} layers, {heads} heads, {shape} embeddings", weights)

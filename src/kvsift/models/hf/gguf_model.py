@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
+from kvsift.models.hf.gguf_codes import packed_matrix
+from kvsift.native.packed import PackedMatrix
 
 log = logging.getLogger("kvsift")
 # model_type and class of each architecture
@@ -121,7 +123,7 @@ def config_of(file: GgufFile) -> Any:
     return transformers.AutoConfig.for_model(model_type, **fields)
 
 
-def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, ExpandedWeight]:
+def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, ModelWeight]:
     """Return the weights by their names in transformers, each expanded when it is asked for."""
     gemma = config.model_type.startswith("gemma")
     names = NAMES_OF_GEMMA_LAYER if gemma else NAMES_OF_LAYER
@@ -136,21 +138,33 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, Exp
         if config.model_type == "llama" and part in heads:
             tensor = _unpermuted(tensor, heads[part])
         is_norm = gemma and full_name.endswith("norm.weight")  # the file has the weight plus 1
-        weights[full_name if target is None else f"{target}.{suffix}"] = ExpandedWeight(tensor, dtype, is_norm)
+        weights[full_name if target is None else f"{target}.{suffix}"] = ModelWeight(tensor, dtype, is_norm)
     return weights
 
 
-class ExpandedWeight:
-    """A weight that transformers reads by ``weight[...]``, as one of safetensors; only then is it expanded."""
+class ModelWeight:
+    """A weight that transformers reads by ``weight[...]``, as one of safetensors; only then is it expanded.
+
+    Attributes:
+        shape: of the weight.
+        matrix: once it has been packed, which is to replace what transformers has read.
+    """
 
     def __init__(self, tensor: GgufTensor, dtype: torch.dtype, is_one_more: bool) -> None:
         self._tensor, self._dtype, self._is_one_more = tensor, dtype, is_one_more
         self.shape = tensor.shape
+        self.matrix: PackedMatrix | None = None
+
+    def pack(self) -> None:
+        """Pack the weight if it is a matrix of a type that stays packed; transformers reads NaN, without memory."""
+        self.matrix = packed_matrix(self._tensor)
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def __getitem__(self, _: object) -> Tensor:
+        if self.matrix is not None:
+            return torch.full((1,), torch.nan, dtype=self._dtype).expand(self.shape)
         tensor = self._tensor
         expanded = torch.empty(len(tensor.packed), tensor.shape[-1], dtype=self._dtype)
         for start in range(0, len(tensor.packed), tensor.rows_at_once):

@@ -38,6 +38,7 @@ from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
+from kvsift.models.packed_linear import can_stay_packed, put_packed
 
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -245,8 +246,13 @@ class ModelDirectory:
             if self.gguf is not None:
                 made = getattr(transformers, self.config.architectures[0])
                 weights = weights_of(self.gguf, self.config, dtype)
+                if can_stay_packed(device, dtype):
+                    for weight in weights.values():
+                        weight.pack()
                 model, report = made.from_pretrained(None, config=self.config, state_dict=weights, **options)
                 model.config.name_or_path = str(self.path)
+                packed = {name: weight.matrix for name, weight in weights.items() if weight.matrix is not None}
+                put_packed(model, packed, dtype)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,

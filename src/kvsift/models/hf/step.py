@@ -21,6 +21,7 @@ from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.rope import RopeLimits
 from kvsift.models.hf.run import SparseRun
+from kvsift.models.hf.unwrap import device_of_inputs
 from kvsift.plan.capabilities import verdict
 from kvsift.plan.plan import Plan
 from kvsift.types import LayerShape, Objections
@@ -75,7 +76,7 @@ class TransformersStep:
 
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""
-        return torch.empty(0, device=self._model.get_input_embeddings().weight.device)
+        return torch.empty(0, device=device_of_inputs(self._model))
 
     def __call__(
         self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
     for module in (embedding, model):
         if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
             return torch.device(device)
-    device = embedding.weight.device
+    device = next(chain(embedding.parameters(), embedding.buffers())).device  # not of weights that would be expanded
     return torch.device("cpu") if device.type == "meta" else device
 
 

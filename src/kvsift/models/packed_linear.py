@@ -1,0 +1,132 @@
+"""Modules whose weights stay packed on a CPU, in the places of ``nn.Linear`` and ``nn.Embedding``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsift.errors import InputError
+from kvsift.native.loader import AVAILABLE
+from kvsift.native.packed import PackedMatrix, packed_product
+from kvsift.native.shapes import ROW_DTYPES
+from kvsift.types import Origin
+
+
+class _Packed(nn.Module):
+    """A module of one packed matrix, which ``state_dict`` has as its expanded weight.
+
+    The module can be copied and pickled; it stays on the CPU.
+    """
+
+    _like: Tensor
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.matrix = matrix
+        # follows ``to``
+        self.register_buffer("_like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the model: the dtype of looked up and expanded weights."""
+        return self._like.dtype
+
+    def dequantized(self) -> Tensor:
+        """Return the weights expanded, [out, in]."""
+        return self.matrix.rows(torch.arange(self.matrix.num_out), self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights, expanded at each access."""
+        return self.dequantized()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._like.device.type != "cpu":
+            raise InputError("packed weights stay on the CPU. Load the model on the device where it is to run.")
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.dequantized()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+class PackedLinear(_Packed):
+    """A linear layer for inference; inputs are rounded to 8 bits (``native.packed``).
+
+    Args:
+        matrix: [out, in].
+        bias: [out], or None.
+        dtype: bfloat16 or float32, of inputs and outputs.
+    """
+
+    def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__(matrix, dtype)
+        self.bias = bias
+        self.out_features, self.in_features = matrix.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out].
+
+        Raises:
+            InputError: for inputs on another device or of another dtype, or if a gradient is asked for.
+        """
+        if not x.is_cpu or x.dtype not in ROW_DTYPES or (x.requires_grad and torch.is_grad_enabled()):
+            raise InputError(
+                "packed weights multiply bfloat16 or float32 on the CPU, without gradients, "
+                f"and not {x.dtype} on {x.device}."
+            )
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return packed_product(x.reshape(-1, self.in_features), [self.matrix], bias).view(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class PackedEmbedding(_Packed):
+    """An embedding whose rows are expanded when they are looked up.
+
+    Args:
+        matrix: [tokens, width].
+        dtype: of what is looked up.
+        scale: of the rows (Gemma 3), or None.
+    """
+
+    embed_scale: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        super().__init__(matrix, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    def sample(self) -> Tensor:
+        """Return the numbers of the expanded weights that ``Origin.sample`` compares."""
+        count, width = self.num_embeddings * self.embedding_dim, self.embedding_dim
+        places = torch.arange(0, count, Origin.step(count))
+        return self.matrix.rows(places // width, self.dtype)[torch.arange(len(places)), places % width]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [...] -> [..., width]."""
+        rows = self.matrix.rows(ids, self.dtype)
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
+def can_stay_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the compiled core multiplies packed weights there, with inputs of a dtype."""
+    return AVAILABLE and device.type == "cpu" and dtype in ROW_DTYPES
+
+
+def put_packed(model: nn.Module, matrices: Mapping[str, PackedMatrix], dtype: torch.dtype) -> None:
+    """Replace the modules whose weights have these names by packed ones, and the head of a tied embedding."""
+    by_id = {id(parameter): matrices[name] for name, parameter in model.named_parameters() if name in matrices}
+    for name, module in list(model.named_modules()):
+        matrix = by_id.get(id(module.weight)) if isinstance(module, nn.Linear | nn.Embedding) else None
+        if matrix is None:
+            continue
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, PackedLinear(matrix, module.bias, dtype))
+        else:
+            model.set_submodule(name, PackedEmbedding(matrix, dtype, getattr(module, "embed_scale", None)))
