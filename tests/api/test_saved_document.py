@@ -9,11 +9,10 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import run
-from sys import executable
 from typing import Any
 
 import pytest
+import stories
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from lab.eval.test_results import file_size_limit
@@ -520,8 +519,7 @@ def test_a_file_is_opened_twice_and_by_two_processes(llama: Path, saved: Path) -
         f"import kvsift; llm = kvsift.LLM({str(llama)!r}, {QUEST!r}, device='cpu');"
         f"print(llm.open({str(saved)!r}).ask({QUESTION!r}, max_new_tokens=8).token_ids)"
     )
-    done = run([executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == expected
+    assert json.loads(stories.run(code).stdout) == expected
 
 
 @pytest.mark.parametrize("path_name", ["eager", "composed"])

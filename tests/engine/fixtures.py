@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from engine.apart import SIZES
@@ -43,7 +44,11 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights may be loaded."""
-    monkeypatch.setattr(ModelDirectory, "load", lambda *_: pytest.fail("weights were loaded"))
+
+    def load(*_: object) -> NoReturn:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(ModelDirectory, "load", load)
 
 
 @pytest.fixture(scope="module")

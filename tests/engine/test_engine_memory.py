@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
+import stories
 import torch
 from engine.tiny_directory import POSITIONS, text_of, write_model
 from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
@@ -34,17 +33,7 @@ print(json.dumps([before, answer.peak_memory_bytes, foretold]))
 """
 
 
-@pytest.fixture
-def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading weights is a mistake."""
-
-    def load(*args: object) -> NoReturn:
-        raise AssertionError("the weights were loaded")
-
-    monkeypatch.setattr(ModelDirectory, "load", load)
-
-
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +46,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
         llm.read(text_of(300)).ask("Why?")
 
 
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama)
     says = f"4,001 tokens and up to 100 will be generated, but {llama.name} was made for {POSITIONS:,} positions. "
@@ -67,7 +56,7 @@ def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> Non
         llm.generate(text_of(4000), max_new_tokens=100)
 
 
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_the_last_position_may_be_used(llama: Path) -> None:
     with pytest.raises(AssertionError, match="the weights were loaded"):
         LLM(llama).generate(text_of(POSITIONS - 101), max_new_tokens=100)
@@ -83,7 +72,7 @@ def test_the_last_position_may_be_used(llama: Path) -> None:
         (400, {"rope_type": "default"}, 400),
     ],
 )
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_yarn_and_dynamic_ntk_extend_the_positions(
     positions: int, rope: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
@@ -96,7 +85,7 @@ def test_yarn_and_dynamic_ntk_extend_the_positions(
         LLM(directory).generate(text_of(expected - 10), max_new_tokens=10)
 
 
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_a_tokenizer_with_more_entries_than_the_model_is_refused(tmp_path: Path) -> None:
     directory = write_model(tmp_path, vocab_size=100)
     with pytest.raises(InputError, match=r"gives token \d+, but the model has a vocabulary of 100"):
@@ -167,7 +156,7 @@ def test_memory_is_counted_layer_by_layer() -> None:
     assert LayerKV.of_layers(MambaConfig(num_hidden_layers=2)) == ()
 
 
-@pytest.mark.usefixtures("unloadable")
+@pytest.mark.usefixtures("no_weights")
 def test_a_configuration_without_a_list_of_layers_is_refused_by_its_name(tmp_path: Path) -> None:
     """Blt has three decoders, and its configuration no number of layers."""
     directory = write_model(tmp_path)
@@ -196,10 +185,7 @@ def test_the_foretold_peak_is_about_the_real_one(tmp_path: Path, dtype: str) -> 
         tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, head_dim=128, dtype=getattr(torch, dtype),
     )  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(directory), "1500"], capture_output=True, text=True, check=True
-    )
-    before, peak, foretold = json.loads(run.stdout)
+    before, peak, foretold = json.loads(stories.run(MEASURE, str(directory), "1500").stdout)
     assert 0.6 < foretold / peak < 1.7
     growth, foretold_growth = peak - before, foretold - RUNTIME_BYTES
     assert foretold_growth > 0.1 * GIB  # or this would measure the interpreter

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import stories
 import torch
 from engine.tiny_directory import text_of
 
@@ -41,10 +41,7 @@ def run(directory: Path, story: str, *arguments: str) -> subprocess.CompletedPro
         TEXT = {text_of(300)!r}
         llm = LLM({str(directory)!r}, {PLAN!r}, device="cpu", chunk_size=64, dtype="float32")
     """
-    program = dedent(begin) + dedent(story)
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    return stories.run(dedent(begin) + dedent(story), *arguments)
 
 
 def test_ctrl_c_at_any_moment_ends_the_own_answer_alone(llama: Path) -> None:
@@ -198,7 +195,8 @@ def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_p
         while not llm.loop.seqs:
             time.sleep(0.001)
         saved = threads.submit(document.save, tmp_path / "document.kvsift")
-        while not document._prefix._waiting and not saved.done():  # type: ignore[union-attr]
+        [prefix] = llm.loop.pages.pinned
+        while not prefix._waiting and not saved.done():
             time.sleep(0.001)
         fails.set()
         llm.loop.after_step = fault
