@@ -44,8 +44,8 @@ class PagedKV(NamedTuple):
 
     def row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one sequence in logical order, [num_kv_heads, length, head_dim]; for references."""
-        pages = self.table[row].long()
         length = int(self.lengths[row])
+        pages = self.table[row, : -(-length // self.page_size)].long()
         keys, values = (pool[:, pages].flatten(1, 2)[:, :length] for pool in (self.keys, self.values))
         return keys, values
 
