@@ -396,14 +396,18 @@ class DecodeStep {
       const std::int64_t candidates = own.sequence.rule.num_candidates;
       return own.by_sketches() ? own.sketch_heads[0].num_tasks() : (candidates + kScoredPages - 1) / kScoredPages;
     };
+    const auto at_once = [&](const StepSequence& own) { return own.by_sketches() && parts(own) == 1; };  // ranked and chosen
     each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
             [&](StepSequence& own, std::int64_t task) {
-              const std::int64_t head = task / parts(own), part = task % parts(own);
-              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, int(head), part);
+              const int head = int(task / parts(own));
+              const std::int64_t part = task % parts(own);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, head, part);
+              if (at_once(own)) choose_tokens(own, layer, head);
             });
     each_of(team,
             [&](const StepSequence& own) {
-              return !own.ranks(layer) ? 0 : own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
+              if (!own.ranks(layer) || at_once(own)) return 0;
+              return own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
             },
             [&](StepSequence& own, std::int64_t task) {
               own.by_sketches() ? choose_tokens(own, layer, int(task)) : choose_pages(own, layer, task);

@@ -197,6 +197,20 @@ def test_shapes(
     assert_alike(one, other)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", [1100, 2200, 4200])  # one task per KV head, of one block or two; several tasks
+def test_sketches_of_long_contexts_are_ranked_in_blocks(length: int, threads: int) -> None:
+    model, number = tiny(num_key_value_heads=1).to(torch.bfloat16), torch.get_num_threads()
+    taken, composed = both(model)
+    one, other = (filled(model, f"{SKETCH}:dense_layers=none", length) for _ in range(2))
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(bits(take_all(taken, [one], 3)), bits(torch.stack(generated(composed, [other], 3))))
+    finally:
+        torch.set_num_threads(number)
+    assert_alike(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
     model = tiny("Qwen2", num_hidden_layers=3).to(dtype)

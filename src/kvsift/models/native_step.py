@@ -34,7 +34,7 @@ from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import HostStore, PagedStore, note_token
-from kvsift.types import Candidates, LayerShape, Objections, Selection
+from kvsift.types import Candidates, Objections, Selection
 
 BOUNDS = "minmax"  # the kind of page summary by which the step ranks pages; SKETCHES are those by which it ranks tokens
 Angles = Callable[[int], tuple[Tensor, Tensor]]
@@ -182,6 +182,7 @@ class NativeSequence:
         self.pools = [store.pool for store in self._stores]
         self._keys: list[tuple[int, Phase]] = [(each.shape.layer, "decode") for each in self._attentions]
         self._guarded = cache.run.plan.is_guarded
+        self._sparse = _sparse(cache, dtype)
         self._moves = -1
         self._of_step: tuple[Tensor, ...] = ()  # whose addresses the core has
         self.core = core.DecodeSequence(self._stores[0].page_size)
@@ -209,15 +210,33 @@ class NativeSequence:
         rule = self._plan.decode
         if self._guarded:
             rule = first.guards.rule(0, self.start, rule, stats)
-        if rule is None or rule.is_dense(-1, self.start, self.start + 1):  # in a layer that the plan does not name
-            return True
-        dense = rule.budget.dense_layers
-        sparse = [index for index, key in enumerate(self._keys) if key[0] not in dense]
-        if sparse:
-            self._view = _view(rule, first.shape, self._dtype, self.start, sparse)
-            if stats.probe_every > 0:
-                self._probed = self._due(sparse)
+        if rule is not None and self._sparse is not None:
+            self._view = self._view_under(rule, self._sparse)
+            if self._view is not None and stats.probe_every > 0:
+                self._probed = self._due(self._view.layers)
         return True
+
+    def _view_under(self, rule: Rule, sparse: TokenView) -> TokenView | None:
+        """What the next token sees in sparse layers, as ``layer.selection`` computes it; None: everything, as
+        ``Rule.is_dense`` says."""
+        budget, stop = rule.budget, self.start + 1
+        if stop < budget.min_context:
+            return None
+        if not rule.traits.selects:
+            if stop <= budget.limit(stop):
+                return None
+            sinks_stop, window_start = budget.always(self.start, rule.unit_size, fill=True)
+            return sparse._replace(sinks_stop=sinks_stop, window_start=window_start)
+        room = budget.room(self.start, rule.unit_size)
+        candidates, num_units = room.candidates, room.units
+        if num_units >= candidates.count:
+            return None
+        per_page = self._stores[0].page_size // candidates.unit_size
+        pages = -(-candidates.stop // per_page) - candidates.first // per_page
+        return sparse._replace(
+            sinks_stop=room.sinks_stop, window_start=room.window_start, candidates=candidates, num_units=num_units,
+            bytes_read=pages * sparse.bytes_read,
+        )  # fmt: skip
 
     def _due(self, sparse: Sequence[int]) -> list[int]:
         """The sparse layers in which the next token is probed, as ``layer.sparse_attention`` probes it."""
@@ -305,25 +324,25 @@ class NativeSequence:
         stats.probe_s += perf_counter() - started
 
 
-def _view(rule: Rule, shape: LayerShape, dtype: torch.dtype, start: int, layers: Sequence[int]) -> TokenView:
-    """What a token at ``start`` sees in sparse layers, as ``layer.selection`` computes it."""
-    method = rule.method
+def _sparse(cache: SparseCache, dtype: torch.dtype) -> TokenView | None:
+    """What is the same for all tokens of what they see in sparse layers, with the bytes of the summary of one page;
+    None: the plan of the cache has no such layers in decode."""
+    rule, shape = cache.run.plan.decode, cache.attentions[0].shape
+    if rule is None or rule.traits.unbounded:
+        return None
+    method, none = rule.method, Candidates(0, 0, rule.unit_size)
+    layers = [i for i, each in enumerate(cache.attentions) if each.shape.layer not in rule.budget.dense_layers]
+    if not layers:
+        return None
     if isinstance(method, StreamingLLM):
-        spans = rule.budget.always(start, rule.unit_size, fill=True)
-        return TokenView(*spans, Candidates(0, 0, 1), 0, shape.num_kv_heads, tuple(layers))
-    room = rule.budget.room(start, rule.unit_size)
+        return TokenView(0, 0, none, 0, shape.num_kv_heads, tuple(layers))
     assert isinstance(method, Quest | Sketch)
-    candidates, num_selections = room.candidates, method.num_selections(shape)
-    num_units = min(room.units, candidates.count)
+    num_selections, width, by_sketches = method.num_selections(shape), 2 * shape.head_dim * dtype.itemsize, False
     if isinstance(method, Sketch):
-        pages = -(-candidates.stop // method.page_size) - candidates.first // method.page_size
-        page_bytes = sketch_layout(method.bits, shape.head_dim, method.page_size).width
-    else:
-        pages, page_bytes = candidates.count, 2 * shape.head_dim * dtype.itemsize
+        width, by_sketches = sketch_layout(method.bits, shape.head_dim, method.page_size).width, True
     return TokenView(
-        room.sinks_stop, room.window_start, candidates, num_units, num_selections, tuple(layers),
-        bytes_read=pages * page_bytes * shape.num_kv_heads, lists=num_selections // shape.num_kv_heads,
-        by_sketches=isinstance(method, Sketch), rest=isinstance(method, Sketch) and method.rest,
+        0, 0, none, 0, num_selections, tuple(layers), width * shape.num_kv_heads, num_selections // shape.num_kv_heads,
+        by_sketches, isinstance(method, Sketch) and method.rest,
     )  # fmt: skip
 
 
