@@ -32,10 +32,11 @@ def packed_matrix(tensor: GgufTensor) -> PackedMatrix | None:
         some = _codes(tensor, start, start + step).tiles()
         if some is None:
             return None
-        tiles.append(torch.from_numpy(some))
+        tiles.append(some)
     table = b"" if first.table is None else first.table.tobytes()
     halves = first.scales.shape[1] * 16 == tensor.shape[1]
-    return PackedMatrix(torch.cat(tiles), table, tensor.shape[0], first.minima is not None, halves)
+    whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+    return PackedMatrix(whole, table, tensor.shape[0], first.minima is not None, halves)
 
 
 def num_bytes(tensor: GgufTensor, dtype: torch.dtype, stays_packed: bool) -> int:
