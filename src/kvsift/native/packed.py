@@ -54,7 +54,7 @@ class PackedCodes:
         num_out, num_in = self.codes.shape
         num_tiles, num_blocks = -(-num_out // TILE), num_in // BLOCK
         codes = _whole_tiles(self.codes).view(np.uint32)  # of four inputs
-        quads = codes.reshape(num_tiles, TILE, num_blocks, BLOCK // 4).transpose(0, 2, 3, 1)
+        quads: np.ndarray = codes.reshape(num_tiles, TILE, num_blocks, BLOCK // 4).transpose(0, 2, 3, 1)
         if self.table is not None:
             quads = quads[:, :, :4] | quads[:, :, 4:] << 4
         parts = [np.ascontiguousarray(quads).reshape(num_tiles, num_blocks, -1).view(np.uint8)]
