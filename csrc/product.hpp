@@ -58,18 +58,8 @@ template <class T>
 void write_outputs(const Product<T>& call, std::int64_t first, std::int64_t count, const float* products, const float* factors,
                    std::int64_t stride) {
   const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
-  const auto biased = [&](float number, std::int64_t i) {
-    return rounded<T>(call.bias == nullptr ? number : number + load(call.bias + i));
-  };
-  for (int row = 0; row < call.num_rows; ++row, products += stride, factors += call.gated ? stride : 0) {
-    const std::int64_t at = row * width + first;
-    for (std::int64_t i = 0; i < count; ++i) {
-      float number = biased(products[i], first + i);
-      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * biased(factors[i], width + first + i);
-      if (call.residual != nullptr) number = load(call.residual + at + i) + number;
-      store(call.out + at + i, number);
-    }
-  }
+  const Outputs to{call.bias, call.residual, call.out, width, sizeof(T) == 2};
+  kernels().finish(to, call.num_rows, first, count, products, call.gated ? factors : nullptr, stride);
 }
 
 // Rows of the weight matrix that one task multiplies with.

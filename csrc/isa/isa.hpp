@@ -107,6 +107,14 @@ struct alignas(64) InputBlock {
   std::int32_t starts[3]; // -128 times the sum of the codes: of the first 16, of the others, of all
 };
 
+// Where the outputs of a product go: rows of `width` numbers, all of one type.
+struct Outputs {
+  const void *bias, *residual;  // [width], gated [2 * width]; [rows, width]; nullptr: none
+  void* out;                    // [rows, width]
+  std::int64_t width;
+  bool bf16;  // else float32
+};
+
 struct Kernels {
   const char* name;
   // scores[q * stride + i] = queries[q] . rows[i]; a score does not depend on the other rows and queries of a call
@@ -144,6 +152,10 @@ struct Kernels {
   void (*packed_products)(const PackedTile& tile, const InputBlock* x, int num_rows, float* out, std::int64_t stride);
   // block b, of the numbers from x + 32 * b on, is blocks[b * apart]
   void (*pack_inputs)(const float* x, int num_blocks, InputBlock* blocks, int apart);
+  // Outputs [first, first + count) of some rows, from their products, rows stride numbers apart: the bias is added, with
+  // factors silu of that is multiplied by them (with the bias of the second half), the residual is added
+  void (*finish)(const Outputs& to, int num_rows, std::int64_t first, std::int64_t count, const float* products,
+                 const float* factors, std::int64_t stride);
 };
 
 extern const Kernels kGeneric;

@@ -47,10 +47,7 @@ def predict_bytes(
 ) -> int:
     """Return the peak memory of a run over ``num_tokens``: weights, KV, summaries, activations of one chunk."""
     config = directory.config
-    stored = getattr(config, "dtype", None)
-    weights = directory.num_weight_bytes
-    if not directory.is_quantised:
-        weights = weights * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
+    weights = directory.weight_bytes(device, dtype)
     kv, windows = directory.kv_bytes_per_token(dtype) * num_tokens, directory.window_bytes(dtype, num_tokens)
     width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
@@ -80,9 +77,11 @@ def require_memory(
     if free is None or need <= free:
         return
     kv = directory.kv_bytes_per_token(dtype) * num_stored + directory.window_bytes(dtype, num_tokens)
-    where = "on disk" if directory.gguf is None else f"in {str(directory.config.dtype).removeprefix('torch.')}"
+    weights, where = directory.num_weight_bytes, "on disk"
+    if directory.gguf is not None:
+        weights, where = directory.weight_bytes(device, dtype), "in memory"
     raise InputError(
-        f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
+        f"this run needs about {need / GIB:.1f} GiB on {device} ({weights / GIB:.1f} GiB of weights "
         f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")

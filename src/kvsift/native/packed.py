@@ -53,16 +53,21 @@ class PackedCodes:
                     return None
         num_out, num_in = self.codes.shape
         num_tiles, num_blocks = -(-num_out // TILE), num_in // BLOCK
-        rows = np.pad(self.codes, ((0, num_tiles * TILE - num_out), (0, 0)))
-        quads = rows.reshape(num_tiles, TILE, num_blocks, BLOCK // 4, 4).transpose(0, 2, 3, 1, 4)
+        codes = _whole_tiles(self.codes).view(np.uint32)  # of four inputs
+        quads: np.ndarray = codes.reshape(num_tiles, TILE, num_blocks, BLOCK // 4).transpose(0, 2, 3, 1)
         if self.table is not None:
             quads = quads[:, :, :4] | quads[:, :, 4:] << 4
-        parts = [quads.reshape(num_tiles, num_blocks, -1)]
+        parts = [np.ascontiguousarray(quads).reshape(num_tiles, num_blocks, -1).view(np.uint8)]
         for half in halves:
-            padded = np.pad(half, ((0, num_tiles * TILE - num_out), (0, 0)))
-            of_blocks = padded.reshape(num_tiles, TILE, num_blocks, -1).transpose(0, 2, 3, 1)
+            of_blocks = _whole_tiles(half).reshape(num_tiles, TILE, num_blocks, -1).transpose(0, 2, 3, 1)
             parts.append(np.ascontiguousarray(of_blocks).reshape(num_tiles, num_blocks, -1).view(np.uint8))
         return np.concatenate(parts, 2)
+
+
+def _whole_tiles(rows: np.ndarray) -> np.ndarray:
+    """Rows of whole tiles: those past the end are 0."""
+    missing = -len(rows) % TILE
+    return np.ascontiguousarray(np.pad(rows, ((0, missing), (0, 0))) if missing else rows)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from models.gguf_files import ARCHITECTURES, TOKENS, write_gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
-from kvsift import LLM, InputError
+from kvsift import LLM, InputError, native
 from kvsift.engine.memory import predict_bytes
 from kvsift.gguf_file import GgufFile
 from kvsift.models.hf.gguf_model import config_of
 from kvsift.models.hf.gguf_tokenizer import LLAMA3, QWEN2, TEKKEN, tokenizer_of
 from kvsift.models.hf.model_directory import ModelDirectory
-from kvsift.models.packed_linear import PackedLinear
+from kvsift.models.packed_linear import PackedEmbedding, PackedLinear
 
 CPU = torch.device("cpu")
 TEXT = "It's 2024: two  spaces,\n\n\na\ttab, DON'T, ünïcödé, 你好 and 12345678 sheep  \r\n \U0001f600 end "
@@ -150,7 +150,7 @@ def test_a_missing_weight_is_never_made_up(tmp_path: Path) -> None:
 
 
 def test_damaged_files_give_a_sentence_and_no_crash(tmp_path: Path) -> None:
-    """Truncated, with bits turned and with lengths that lie, mostly in the header."""
+    """Truncated, with bits turned and with lengths that lie, mostly in the header; some in the packed weights."""
     write_gguf(tmp_path / "model.gguf", kind=Kind.Q8_0, num_hidden_layers=1)
     content, drawn, refused = (tmp_path / "model.gguf").read_bytes(), random.Random(0), 0
     header = content.index(b"output_norm.weight") + 200
@@ -163,7 +163,7 @@ def test_damaged_files_give_a_sentence_and_no_crash(tmp_path: Path) -> None:
             damaged[at : at + 8] = drawn.choice((2**64 - 1, 2**63, 2**40, 2**20, 0)).to_bytes(8, "little")
         else:
             for _ in range(drawn.choice((1, 4))):
-                damaged[drawn.randrange(header)] = drawn.randrange(256)
+                damaged[drawn.randrange(len(content) if case % 8 == 3 else header)] = drawn.randrange(256)
         path = tmp_path / f"{case}.gguf"
         path.write_bytes(damaged)
         said = _refusal(path)
@@ -297,10 +297,21 @@ def test_a_file_answers_chats_and_opens_its_saved_documents(tmp_path: Path) -> N
         other.open(tmp_path / "document.kvsift")
 
 
-def test_the_memory_that_is_predicted_is_that_of_expanded_weights(tmp_path: Path) -> None:
+def test_the_memory_that_is_predicted_is_that_of_the_weights_as_they_are_loaded(tmp_path: Path) -> None:
     model = write_gguf(tmp_path / "model.gguf", kind=Kind.Q8_0)
     directory, num_numbers = ModelDirectory.check(tmp_path / "model.gguf"), sum(p.numel() for p in model.parameters())
     assert directory.config.dtype == torch.bfloat16
     assert directory.num_weight_bytes == 2 * num_numbers
-    narrow, wide = (predict_bytes(directory, CPU, dtype, 0, 1) for dtype in (torch.bfloat16, torch.float32))
+    assert directory.weight_bytes(torch.device("cuda"), torch.float32) == 4 * num_numbers
+    if native.available():
+        loaded = directory.load(CPU, torch.float32)
+        tiles = {
+            module.matrix.tiles for module in loaded.modules() if isinstance(module, PackedLinear | PackedEmbedding)
+        }
+        others = sum(parameter.numel() for parameter in loaded.parameters())
+        assert directory.weight_bytes(CPU, torch.float32) == sum(each.numel() for each in tiles) + 4 * others
+        assert directory.weight_bytes(CPU, torch.float32) < 1.2 * num_numbers
+    narrow, wide = (
+        predict_bytes(directory, torch.device("cuda"), dtype, 0, 1) for dtype in (torch.bfloat16, torch.float32)
+    )
     assert wide - narrow >= 2 * num_numbers

@@ -7,6 +7,7 @@ numbers that are not packed) are expanded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import numpy as np
 import torch
@@ -31,10 +32,21 @@ def packed_matrix(tensor: GgufTensor) -> PackedMatrix | None:
         some = _codes(tensor, start, start + step).tiles()
         if some is None:
             return None
-        tiles.append(torch.from_numpy(some))
+        tiles.append(some)
     table = b"" if first.table is None else first.table.tobytes()
     halves = first.scales.shape[1] * 16 == tensor.shape[1]
-    return PackedMatrix(torch.cat(tiles), table, tensor.shape[0], first.minima is not None, halves)
+    whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+    return PackedMatrix(whole, table, tensor.shape[0], first.minima is not None, halves)
+
+
+def num_bytes(tensor: GgufTensor, dtype: torch.dtype, stays_packed: bool) -> int:
+    """Return the size in memory of a tensor, where those that can be packed are or are not."""
+    if not stays_packed or tensor.type not in TYPES or len(tensor.shape) != 2:
+        return prod(tensor.shape) * dtype.itemsize
+    codes = _codes(tensor, 0, 1)
+    numbers = codes.scales.size + (0 if codes.minima is None else codes.minima.size)
+    row_bytes = tensor.shape[1] // (1 if codes.table is None else 2) + 2 * numbers
+    return -(-tensor.shape[0] // TILE) * TILE * row_bytes
 
 
 def _codes(tensor: GgufTensor, start: int, stop: int) -> PackedCodes:

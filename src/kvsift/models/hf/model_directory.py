@@ -36,6 +36,7 @@ from kvsift.errors import InputError, one_line, unknown
 from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
+from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.packed_linear import can_stay_packed, put_packed
@@ -231,6 +232,16 @@ class ModelDirectory:
                 "tokenizer.json, uninstall mistral_common."
             )
         return tokenizer
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype) -> int:
+        """Return the size of the weights in memory."""
+        if self.gguf is not None:
+            packed = can_stay_packed(device, dtype)
+            return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
+        if self.is_quantised:
+            return self.num_weight_bytes
+        stored = getattr(self.config, "dtype", None)
+        return self.num_weight_bytes * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
