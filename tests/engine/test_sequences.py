@@ -567,8 +567,9 @@ def test_kept_prompts_make_room_where_there_is_less_memory_than_it_seemed(
 
 
 def test_text_that_was_held_back_is_streamed_at_a_deadline(llama: Path) -> None:
-    transcript = Transcript(Request([1], 9, stops=("zzz",), streamed=True), new_llm(llama).tokenizer)
-    text = "".join(transcript.take(token, 0.0) for token in transcript._tokenizer("abz")["input_ids"][1:])
+    tokenizer = new_llm(llama).tokenizer
+    transcript = Transcript(Request([1], 9, stops=("zzz",), streamed=True), tokenizer)
+    text = "".join(transcript.take(token, 0.0) for token in tokenizer("abz")["input_ids"][1:])
     assert (text, transcript.end("deadline")) == ("ab", "z")
     assert (transcript.end("stop"), transcript.finish_reason) == ("", "deadline")
 
