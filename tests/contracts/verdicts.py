@@ -248,7 +248,7 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 
 def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
-    settings = {"observer": None, "exact": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
+    settings = {"observer": None, "decoder": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
     found: Any = SequenceRunner(made)._composed_reason(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
@@ -330,7 +330,7 @@ def of_models_under_plans(built: dict[str, Any]) -> Iterator[tuple[str, Callable
             kind = f"{device}, deterministic" if deterministic else device
             yield f"row: {kind}", row
             yield f"row: {kind}, observed", partial(row, observer=True)
-            yield f"row: {kind}, exact", partial(row, exact=True)
+            yield f"row: {kind}, exact", partial(row, decoder=True)
             yield f"row: {kind}, log probabilities", partial(row, logprobs=2)
             yield f"row: {kind}, pages of its own", partial(row, in_pool=False, no_reuse="it is another's")
 
