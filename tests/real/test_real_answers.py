@@ -56,7 +56,8 @@ def test_dense_answers_are_those_of_transformers(document: Document, dense: list
     assert dense == expected
 
 
-def test_its_gguf_file_has_the_weights_and_logits_of_the_directory_and_its_answers(smol: Path) -> None:
+def test_its_gguf_file_has_the_weights_of_the_directory_and_its_answers(smol: Path) -> None:
+    """Packed weights multiply inputs in 8 bits, so that logits are only near (``test_packed_fidelity``)."""
     prompts, question = [], [{"role": "user", "content": "Which city is the capital of France?"}]
     loaded, answers = [], []
     for path in (smol, smollm2(".gguf")):
@@ -68,7 +69,8 @@ def test_its_gguf_file_has_the_weights_and_logits_of_the_directory_and_its_answe
     assert all(torch.equal(weight, file[name]) for name, weight in directory.items())
     ids = torch.tensor([[1, 1000, 2000, 3000, 4000]])
     with torch.no_grad():
-        assert torch.equal(loaded[0](ids).logits, loaded[1](ids).logits)
+        exact, found = (model(ids).logits for model in loaded)
+    assert (found - exact).norm() < 0.05 * exact.norm()
     assert prompts[0] == prompts[1]
     assert answers[0] == answers[1]
 
