@@ -38,7 +38,7 @@ def dense(document: Document) -> list[int]:
 @pytest.fixture(scope="module")
 def served(smol: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of the model, whose options are those of ``llm``."""
-    options = "--plan", PLAN, "--dtype", "float32", "--device", "cpu", "--threads", "1"
+    options = "--plan", PLAN, "--dtype", "float32", "--device", "cpu", "--threads", "1", "--dense-below", "0"
     served = Served(tmp_path_factory.mktemp("served"), str(smol), *options)
     yield served
     served.stop()

@@ -4,7 +4,8 @@ steps over random keys and values on a CPU."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from time import perf_counter
@@ -145,28 +146,28 @@ class HostCrossover:
             return decided + 1 if found is None else found
 
     def _times(self, rule: Rule, lengths: tuple[int, int], model: FusedModel) -> dict[int, tuple[float, float]]:
-        """Seconds of a dense and of a sparse step at each length: the fastest of some, which take turns."""
-        token, times = torch.zeros(1, dtype=torch.int64), {}
-        caches = [self._new_cache(plan, lengths[1]) for plan in (Plan(), Plan(None, rule))]
+        """Seconds of a dense and of a sparse step at each length, over one cache."""
+        never = replace(rule, budget=replace(rule.budget, min_context=NEVER))
+        cache, times = self._new_cache(Plan(None, rule), lengths[1]), {}
         for length in lengths:
-            for cache in caches:
-                extend_randomly(cache, length)
-            dense, sparse = _seconds_in_turns([partial(model.decode, token, [cache]) for cache in caches])
-            times[length] = dense, sparse
+            extend_randomly(cache, length)
+            times[length] = _seconds_in_turns(model, cache, (Plan(None, never), Plan(None, rule)))
         return times
 
 
-def _seconds_in_turns(steps: Sequence[Callable[[], object]]) -> list[float]:
-    for step in steps:
-        step()  # it allocates
-    started, rounds = perf_counter(), list[list[float]]()
-    while len(rounds) < 2 or (len(rounds) < ROUNDS and perf_counter() - started < MOST_S):
+def _seconds_in_turns(model: FusedModel, cache: SparseCache, plans: tuple[Plan, Plan]) -> tuple[float, float]:
+    """Seconds of a step under each of two plans: the fastest of some, which take turns."""
+    token, started, rounds = torch.zeros(1, dtype=torch.int64), perf_counter(), list[list[float]]()
+    while len(rounds) < 3 or (len(rounds) <= ROUNDS and perf_counter() - started < MOST_S):
         rounds.append([])
-        for step in steps:
+        for plan in plans:
+            cache.replan(plan)
+            model.decode(token, [cache])  # the first step under a plan learns where everything is
             before = perf_counter()
-            step()
+            model.decode(token, [cache])
             rounds[-1].append(perf_counter() - before)
-    return [min(of_step) for of_step in zip(*rounds)]
+    dense, sparse = (min(of_plan[1:]) for of_plan in zip(*rounds))
+    return dense, sparse
 
 
 def extend_randomly(cache: SparseCache, length: int) -> None:
