@@ -30,7 +30,17 @@ from soak.watch import Calm, calm, engine
 LEAK = 1.05  # of memory, after the warm-up
 KEEP_TOKENS, PAGE_SIZE = 8192, 16
 OPTIONS = (
-    *("--plan", PLANS[0], *(f"--allow-plan={plan}" for plan in PLANS[1:]), "--threads", "1", "--device", "cpu"),
+    *(
+        "--plan",
+        PLANS[0],
+        *(f"--allow-plan={plan}" for plan in PLANS[1:]),
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--dense-below",
+        "0",
+    ),
     *("--keep-tokens", str(KEEP_TOKENS), "--max-waiting", "48", "--drain", "20"),
 )
 
