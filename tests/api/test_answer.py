@@ -63,7 +63,8 @@ def test_probing_is_not_in_the_times(llama: Path, monkeypatch: pytest.MonkeyPatc
         time.sleep(pause)
         return 1.0, 1.0
 
-    monkeypatch.setattr("kvsift.layer.sparse_attention.probe", probe)
+    for path in ("layer.sparse_attention", "models.native_step"):
+        monkeypatch.setattr(f"kvsift.{path}.probe", probe)
     answer = LLM(llama, QUEST, probe_every=1).generate(TEXT, max_new_tokens=6)
     assert answer.decode("recovery") == 1.0
     assert min(answer.itl_s) < pause * LAYERS

@@ -23,7 +23,7 @@ from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.server.run import listen
 
-SLOW = "sketch:budget=128"  # whose steps are composed
+SLOW = "quest:budget=128:score_by=mean_std"  # composed on a CPU
 ENDLESS = {"prompt": "Stop", "max_tokens": 4000}  # four seconds and more
 
 
