@@ -511,12 +511,12 @@ def test_a_document_is_saved_from_on_text(llama: Path, saved: Path, path: Path) 
 
 
 def test_a_file_is_opened_twice_and_by_two_processes(llama: Path, saved: Path) -> None:
-    llm = LLM(llama, QUEST)
+    llm = LLM(llama, QUEST, dense_below=0)
     one, other = llm.open(saved), llm.open(saved)
     expected = one.ask(QUESTION, max_new_tokens=8).token_ids
     assert other.ask(QUESTION, max_new_tokens=8).token_ids == expected
     code = (
-        f"import kvsift; llm = kvsift.LLM({str(llama)!r}, {QUEST!r}, device='cpu');"
+        f"import kvsift; llm = kvsift.LLM({str(llama)!r}, {QUEST!r}, device='cpu', dense_below=0);"
         f"print(llm.open({str(saved)!r}).ask({QUESTION!r}, max_new_tokens=8).token_ids)"
     )
     assert json.loads(stories.run(code).stdout) == expected

@@ -66,7 +66,7 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
     path: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four threads; every answer is as alone, and some step decodes all of them."""
-    texts, count = [text_of(300), text_of(180), text_of(90)], 150 if path == "auto" else 60  # native steps are fast
+    texts, count = [text_of(300), text_of(180), text_of(90)], 900 if path == "auto" else 60  # native steps are fast
     options: dict[str, Any] = {"dense_below": 0, "path": path, "deterministic": True, "dtype": "float32"}
 
     def tasks(llm: LLM) -> list[Callable[[], list[int]]]:
