@@ -201,14 +201,15 @@ class Conversation:
             KVSiftError: if the turn is refused; the conversation is as it was.
             KeyboardInterrupt: unless a person types.
         """
+        with one_interrupt() if self._interactive else nullcontext():
+            self._ask(question)
+
+    def _ask(self, question: str) -> None:
         printer = TurnPrinter(self._progress)
         count = len(self._chat.turns)
         answer: Answer | None = None
         try:
-            with one_interrupt() if self._interactive else nullcontext():
-                answer = self._chat.ask(
-                    question, progress=printer.reading, on_text=printer.write, **self._turn_options()
-                )
+            answer = self._chat.ask(question, progress=printer.reading, on_text=printer.write, **self._turn_options())
         except KeyboardInterrupt:
             if not self._interactive:
                 raise
