@@ -1,13 +1,12 @@
-"""Pools of pages that do not grow."""
+"""Pools with free pages."""
 
 from __future__ import annotations
 
 from kvsift.stores.page_pool import PagePool
 
 
-def fixed_pool(num_pages: int) -> PagePool:
-    """A pool of this many free pages, which holds itself."""
+def free_pool(num_pages: int) -> PagePool:
+    """A pool of this many free pages, which takes new ones only when they do not suffice."""
     pool = PagePool()
     pool.release(pool.allocate(num_pages))
-    pool.hold(pool)
     return pool

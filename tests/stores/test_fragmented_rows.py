@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import scattered_table
-from stores.pools import fixed_pool
+from stores.pools import free_pool
 from torch import Tensor
 
 from kvsift import native
@@ -75,7 +75,7 @@ def outputs(attention: SparseAttention, rows: list[list[Tensor]]) -> list[list[T
 @pytest.mark.parametrize("plan", PLANS)
 def test_rows_that_grow_in_turns_have_the_bits_of_each_row_alone(level: str, plan: str, dtype: torch.dtype) -> None:
     rows = [drawn(dtype, seed) for seed in range(2)]
-    table = PageTable(2, KVPool(fixed_pool(60)))  # too few pages for spare ones
+    table = PageTable(2, KVPool(free_pool(60)))  # too few pages for spare ones
     together = outputs(layer(plan, dtype, 2, table, "device"), rows)
     assert min(len(table.runs(row)) for row in range(2)) >= 4
     for row, answers in zip(rows, together):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stores.pools import fixed_pool
+from stores.pools import free_pool
 
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
@@ -113,8 +113,8 @@ def test_a_reserved_row_stays_consecutive_up_to_its_reserve() -> None:
     assert table.pool.num_pages == 1000
 
 
-def test_rows_that_say_what_they_need_stay_consecutive_in_a_pool_of_fixed_size() -> None:
-    table = PageTable(2, KVPool(fixed_pool(64)))
+def test_rows_that_say_what_they_need_stay_consecutive_in_a_pool_with_room() -> None:
+    table = PageTable(2, KVPool(free_pool(64)))
     for num_pages in range(1, 21):
         for row in range(2):
             table.grow(row, num_pages, reserve=20)
@@ -204,7 +204,7 @@ def test_rows_are_opened_adopt_pages_and_are_closed_one_at_a_time() -> None:
 
 
 def test_a_fragmented_row_is_its_runs() -> None:
-    table = PageTable(2, KVPool(fixed_pool(8)))
+    table = PageTable(2, KVPool(free_pool(8)))
     for num_pages in range(1, 5):
         for row in range(2):
             table.grow(row, num_pages)

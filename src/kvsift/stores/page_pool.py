@@ -5,12 +5,10 @@ that a request of any length costs O(log n) per run that it takes, and gets as f
 
 from __future__ import annotations
 
-import weakref
 from _thread import RLock
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 
@@ -25,10 +23,6 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
-class OutOfPages(MemoryError):
-    """A pool of fixed size has too few free pages."""
-
-
 class PagePool:
     """Pages of a pool, by number, which grows on demand; threads may share it.
 
@@ -40,25 +34,11 @@ class PagePool:
     def __init__(self) -> None:
         self.num_pages = self._num_free = 0
         self._abandoned: deque[list[Run]] = deque()
-        self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._references: list[int] = []
         self._stop_of: dict[int, int] = {}  # start of a free run -> its stop
         self._start_of: dict[int, int] = {}  # and the other way round
         self._by_size: list[tuple[int, int]] = []  # (count, start) of every free run, ascending
         self.lock = PoolLock()
-
-    @property
-    def limit(self) -> int | None:
-        """Pages that the pool may have: those it has, while it has a holder; else None."""
-        return self.num_pages if self._holders else None
-
-    def hold(self, holder: object) -> None:
-        """Do not grow, so that no tensor moves, while the holder exists and has not let go."""
-        self._holders.add(holder)
-
-    def let_go(self, holder: object) -> None:
-        """Grow again, unless there is another holder."""
-        self._holders.discard(holder)
 
     @property
     def num_free(self) -> int:
@@ -73,21 +53,10 @@ class PagePool:
         """Pages that sequences refer to."""
         return self.num_pages - self.num_free
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether ``count`` pages are free, or may be added."""
-        limit = self.limit
-        return limit is None or limit - self.num_used >= count
-
     def allocate(self, count: int, after: int | None = None) -> list[Run]:
         """Take free pages, each with one reference: those right behind page ``after`` first, then the smallest free
-        run that has room for the rest, else new pages at the end of the pool or, if enough are free, the largest runs.
-
-        Raises:
-            OutOfPages: if the pool may not grow that far; nothing is taken then.
-        """
+        run that has room for the rest, else new pages at the end or, if enough are free, the largest runs."""
         with self.lock:
-            if not self.can_allocate(count):
-                raise OutOfPages(f"{count} pages are needed, and {(self.limit or 0) - self.num_used} are left.")
             taken: list[Run] = []
             if count and after is not None and after + 1 in self._stop_of:
                 taken.append(self._take(after + 1, count))
@@ -129,12 +98,6 @@ class PagePool:
         """Whether a page has more than one reference."""
         return self.references(page) > 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
-        other = PagePool()
-        others = {name: deepcopy(value, memo) for name, value in vars(self).items() if name != "_holders"}
-        vars(other).update(others)  # who holds this pool does not hold the copy
-        return other
-
     def trim(self, num_pages: int) -> None:
         """Forget free pages at the end, until there are so many in all."""
         with self.lock:
@@ -159,10 +122,8 @@ class PagePool:
         return [Run(start, stop) for start, stop in sorted(self._stop_of.items())]
 
     def _add(self, count: int) -> None:
-        """Add free pages at the end until so many are consecutive there, or as many as the limit allows."""
-        last = self.num_pages - self._start_of.get(self.num_pages, self.num_pages)
-        limit = self.limit
-        new = count - last if limit is None else min(count - last, limit - self.num_pages)
+        """Add free pages at the end until so many are consecutive there."""
+        new = count - (self.num_pages - self._start_of.get(self.num_pages, self.num_pages))
         self._references.extend([0] * new)
         self.num_pages += new
         self._free(self.num_pages - new, self.num_pages)

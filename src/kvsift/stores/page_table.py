@@ -195,8 +195,7 @@ class PageTable:
             roomy = reserve  # what its caller expects is enough, in whatever pieces the sequence grows
             if reserve <= num_pages:
                 roomy = num_pages if self.pool.num_free >= num_pages else num_pages + num_pages // 8 + SPARE_PAGES
-            with self.pool.lock:  # no other sequence takes what can be allocated
-                pages.spare = self.pool.allocate(roomy if self.pool.can_allocate(roomy) else num_pages)
+            pages.spare = self.pool.allocate(roomy)
         spare, pages.spare = _split(pages.spare, missing)
         _extend(pages, spare)
         missing = num_pages - pages.num_pages
