@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine.exact_models import PATHS, new_llm, open_llm, same
 from engine.loop_sequences import GRID, assert_equal, assert_nothing_left, new_sequence, take_steps, tokens
-from engine.tiny_directory import text_of, write_model
+from engine.tiny_directory import text_of
 from refusals import refused
 
 from kvsift import LLM, Sampling
-from kvsift.api.answer import Answer
 from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.block_launches import Drafts
@@ -34,14 +34,6 @@ SMALL = "budget=80:sinks=4:window=16"
 PLANS = [f"sketch:{SMALL}:dense_layers=none", f"quest:{SMALL}:dense_layers=0", "dense"]
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
 NEW = 24
-SIZES = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 3}
-PATHS = [
-    "eager",
-    pytest.param(
-        "captured",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
-    ),
-]
 
 pytestmark = pytest.mark.usefixtures("eager_pace")
 
@@ -51,46 +43,9 @@ def on_the_cpu() -> None:
     """Not here."""
 
 
-def open_llm(directory: Path, path: str, **options: object) -> LLM:
-    device, dtype = ("cpu", "float32") if path == "eager" else ("cuda", "bfloat16")
-    settings = {"path": path, "device": device, "dtype": dtype, "deterministic": True, "chunk_size": GRID}
-    return LLM(directory, "dense", **{**settings, **options})  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module", params=PATHS)
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    directory = write_model(tmp_path_factory.mktemp("steps"), "Qwen3", **SIZES)
-    return open_llm(directory, request.param)
-
-
-def same(exact: Answer, dense: Answer) -> bool:
-    return (exact.token_ids, exact.text, exact.finish_reason) == (dense.token_ids, dense.text, dense.finish_reason)
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sampling) -> None:
-    prompt = text_of(450)
-    dense = llm.generate(prompt, max_new_tokens=NEW, sampling=sampling)
-    exact = llm.generate(prompt, max_new_tokens=NEW, sampling=sampling, plan=plan, exact=True)
-    assert same(exact, dense)
-    assert dense.exact is None
-    assert exact.exact is not None
-    report = exact.exact
-    assert sum(report["verified"].values()) + report["drafts_accepted"] + report["repeats_accepted"] == NEW - 1
-    assert plan == "dense" or report["drafted"] > 0
-    assert exact.path == dense.path != ""
-    assert not exact.path.startswith("composed")
-
-
-def test_sequences_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
-    prompts = [text_of(length) for length in (700, 130, 350, 90, 510, 210)]
-    samplings = [SAMPLINGS[number % 3] for number in range(6)]
-    alone = [llm.generate(prompt, max_new_tokens=NEW, sampling=each) for prompt, each in zip(prompts, samplings)]
-    dense = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings)
-    exact = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings, plan=PLANS[0], exact=True)
-    assert all(map(same, dense, alone))
-    assert all(map(same, exact, alone))
+    return new_llm(tmp_path_factory.mktemp("steps"), request.param)
 
 
 def test_sequences_of_all_kinds_join_and_leave(llm: LLM) -> None:
@@ -310,42 +265,6 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
         assert answer.exact is not None
         assert answer.setup_s > 1.9
         assert max(answer.itl_s) < 0.95
-
-
-def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:
-    answer = llm.generate(text_of(450), plan=PLANS[1], exact=True, max_new_tokens=NEW)
-    assert answer.exact is not None
-    report, decode = answer.exact, answer.stats["phases"]["decode"]
-    layers = llm.directory.config.num_hidden_layers
-    fed = sum((proposed + 1) * times for proposed, times in report["verified"].items())
-    assert decode["queries"] == layers * (fed + report["drafted"])
-    assert decode["sparse_queries"] == (layers - 1) * report["drafted"]
-    assert 0 < decode["kv_bytes_read"] < decode["queries"] / layers * decode["kv_bytes_dense"]
-
-
-def test_conversations_are_exact_in_every_turn(llm: LLM) -> None:
-    exact, dense = llm.chat(text_of(400), stop="#"), llm.chat(text_of(400), stop="#")
-    for question in ("What grinds?", "And then?", "Where?"):
-        one = exact.ask(question, plan=PLANS[0], exact=True, max_new_tokens=12)
-        assert same(one, dense.ask(question, plan="dense", max_new_tokens=12))
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_documents_answer_exactly_and_stay_as_they_were(llm: LLM, phase: str) -> None:
-    document = llm.read(text_of(600))
-    options = {"question_phase": phase, "max_new_tokens": NEW, "stop": None}
-    before = document.ask("What grinds?", plan=PLANS[0], **options)
-    dense = document.ask("What grinds?", plan="dense", **options)
-    for plan in PLANS:
-        exact = document.ask("What grinds?", plan=plan, exact=True, sampling=SAMPLINGS[0], **options)
-        assert same(exact, dense)
-        assert exact.exact is not None
-        assert exact.path == dense.path
-        assert plan == "dense" or exact.exact["drafted"] > 0
-    assert same(document.ask("What grinds?", plan=PLANS[0], **options), before)
-    sampled = {**options, "sampling": SAMPLINGS[1]}
-    exact = document.ask("Which mill?", plan=PLANS[1], exact=True, **sampled)
-    assert same(exact, llm.read(text_of(600)).ask("Which mill?", plan="dense", **sampled))
 
 
 def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:

@@ -45,24 +45,28 @@ def on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("placement", ["split", "offload:device_cache=200"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_answers_are_those_of_kv_on_the_device(plan: str, device: str, directory: Path) -> None:
+def test_answers_are_those_of_kv_on_the_device(plan: str, placement: str, device: str, directory: Path) -> None:
     on_host = plan.startswith("retrieval")  # an index needs its keys in host memory
     beside = llm(directory, "cpu" if on_host else device, "device")
-    apart = llm(directory, device, "offload:device_cache=200", chunk_size=512, dense_below=0)
+    apart = llm(directory, device, placement, chunk_size=512, dense_below=0)
     for text in (text_of(1500), text_of(601)):
         one, other = (model.generate(text, plan=plan, max_new_tokens=30) for model in (beside, apart))
         assert one.token_ids == other.token_ids
         assert one.decode("visible_tokens") == other.decode("visible_tokens")
-        if device == "cpu":
+        if placement == "split":
+            assert other.path == "composed: its keys and values are in host memory"
+        elif device == "cpu":
             assert other.path == "composed: no NVIDIA GPU"
         else:
             assert (other.path == "captured") == (plan == QUEST)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_document_is_asked_again_and_again(device: str, directory: Path) -> None:
-    beside, apart = (llm(directory, device, placement).read(text_of(1200)) for placement in ("device", "offload"))
+@pytest.mark.parametrize("placement", ["split", "offload"])
+def test_a_document_is_asked_again_and_again(placement: str, device: str, directory: Path) -> None:
+    beside, apart = (llm(directory, device, place).read(text_of(1200)) for place in ("device", placement))
     for question in ("How many sacks?", "Which of the mills grinds the least corn in a day?", "How many sacks?"):
         one, other = (document.ask(question, max_new_tokens=20) for document in (beside, apart))
         assert one.token_ids == other.token_ids
@@ -153,8 +157,11 @@ def test_host_is_a_name_for_no_gpu(directory: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(directory: Path) -> None:
-    with refused("unsupported_plan: with placement=offload prefill is dense"):
-        LLM(directory, "prefill=quoka:budget=512", placement="offload")
+    for placement in ("split", "offload"):
+        with refused(f"unsupported_plan: with placement={placement} prefill is dense"):
+            LLM(directory, "prefill=quoka:budget=512", placement=placement)
+    with refused("unknown_name: placement"):
+        LLM(directory, QUEST, placement="disk")  # type: ignore[arg-type]
     with refused("unsupported_plan: its keys and values are in host memory"):
         LLM(directory, QUEST, placement="split", path="captured").generate("Once")
     with refused("unsupported_plan: no NVIDIA GPU"):

@@ -285,20 +285,6 @@ def test_another_prompt_is_read_where_prompts_are_dropped_too() -> None:
     assert freed.store.num_stored(0) == 64
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (f"prefill={RULE}", "unsupported_plan: both=h2o:budget=64:evict=true:window=16:dense_layers=none"),
-        (f"prefill={RULE},decode={RULE}:recent=0.1", "unsupported_plan: go on with what is left"),
-        (f"prefill={RULE},decode=quest", "unsupported_plan: go on with what is left"),
-        (f"both={RULE}:layer_budgets=pyramid", "unsupported_plan: cannot come back"),
-    ],
-)
-def test_decode_must_go_on_with_what_prefill_has_left(plan: str, words: str) -> None:
-    with refused(words):
-        parse_plan(plan)
-
-
 def test_another_plan_is_refused_once_something_is_gone() -> None:
     with refused("evicted_tokens"):
         after_dropping().attention.replan(Plan())

@@ -67,9 +67,7 @@ def test_a_closed_document_returns_its_pages_to_the_pool() -> None:
     assert_same_answer(
         other.feed(tokens.part(0, 1))[0], alone(draw_tokens(44, 0), tokens.part(0, 1)), "pages were taken"
     )
-    assert all(now is before for now, before in zip(kv.layers[2].tensors, pools)), (
-        "the pool moved"
-    )
+    assert all(now is before for now, before in zip(kv.layers[2].tensors, pools)), "the pool moved"
 
 
 def alone(*chunks: Tokens) -> torch.Tensor:

@@ -9,14 +9,12 @@ import torch
 from contracts.checks import masked_attention
 from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
 from methods.weighted import seen, softmax_over, weighted
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods import h2o
 from kvsift.methods.h2o import H2O
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
-from kvsift.plan.syntax import parse_plan
 
 
 def plan_of(method: H2O, tokens: int, sinks: int = 0, window: int = 1, phase: str = "decode") -> Plan:
@@ -145,25 +143,6 @@ def test_each_mode_counts_its_own_queries_while_all_is_visible_too(mode: str, co
     runner.crop(0, 74)
     runner.feed(tokens.part(74, 75), decode_tokens=1)
     assert runner.state().sums.counted == counted
-
-
-def test_decode_only_has_no_answer_for_prefill() -> None:
-    with refused("unsupported_plan: prefill"):
-        parse_plan("prefill=h2o:mode=decode_only")
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("h2o:mode=offline", "invalid_value: 'online', 'oneshot' or 'decode_only'"),
-        ("h2o:recent=1.5", "invalid_value"),
-        ("h2o:evict=perhaps", "invalid_value"),
-        ("h2o:mass=0.9", "unsupported_plan: estimates no attention mass"),
-    ],
-)
-def test_knobs_that_make_no_sense_are_refused(spec: str, words: str) -> None:
-    with refused(words):
-        parse_plan(spec)
 
 
 def test_memory_grows_with_the_context_and_not_with_its_square() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy
-from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InvalidValue, UnreadableFile
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
@@ -173,16 +170,3 @@ def test_defaults_are_those_of_the_paper() -> None:
     assert parse_plan("infinigen").wants_hidden
     assert not parse_plan("quest").wants_hidden
     assert InfiniGen(partial=0.5).state_bytes_per_token(SHAPE) == 2 * (2 * 4 + 4 * 8 / 32)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"alpha": 0}, {"alpha": "5"}, {"partial": 2}, {"compat": "paper"}, {"calibration": "nowhere"}]
-)
-def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises((InvalidValue, UnreadableFile), match=next(iter(wrong))):
-        InfiniGen(**wrong)
-
-
-def test_it_takes_no_mass() -> None:
-    with refused("unsupported_plan: as many tokens as alpha determines"):
-        parse_plan("infinigen:mass=0.9")

@@ -177,22 +177,6 @@ def test_the_papers_budget_is_128_initial_tokens_a_window_of_4096_and_16_blocks(
     assert {shorter.budget.units(start, 64) for start in range(20000, 20128)} == {16}
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"block": 100}, "invalid_value: chunk=512"),
-        ({"block": 0}, "invalid_value: block=0"),
-        ({"representatives": 129}, "invalid_value: representatives=129"),
-        ({"local": 500}, "invalid_value: local=500"),
-        ({"positions": "cache"}, "invalid_value: positions='cache'"),
-        ({"compat": "both"}, "invalid_value: compat='both'"),
-    ],
-)
-def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any], message: str) -> None:
-    with refused(message):
-        InfLLM(**knobs)
-
-
 def test_a_model_whose_rotation_is_not_known_needs_absolute_positions() -> None:
     shape = SHAPE._replace(rope=None)
     with refused("unsupported_plan: Give positions=absolute"):

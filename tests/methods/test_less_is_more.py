@@ -165,17 +165,3 @@ def test_a_correction_layer_that_the_model_lacks_is_refused(layers: range, says:
         with refused(f"invalid_value: {says}"):
             parse_plan(spec).check_layers(layers)
     parse_plan("both=less_is_more:correction=none").check_layers(layers)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"correction": value} for value in (-1, "12", True)),
-        *({"recent_fraction": value} for value in (1.5, True)),
-        {"full_choice": 1},
-    ],
-)
-def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
-    for method in (LessIsMore, TidalDecode):
-        with refused(f"invalid_value: {next(iter(wrong))}"):
-            method(**wrong)

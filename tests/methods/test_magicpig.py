@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan, spy
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods.magicpig import EPSILON, MagicPIG, angles, inclusion, within_budget
@@ -202,12 +201,6 @@ def test_every_query_head_draws_for_itself_and_seeds_differ() -> None:
     assert len(set(map(tuple, drawn[0][0].tolist()))) == SHAPE.num_query_heads
     assert all(torch.equal(*pair) for pair in zip(drawn[0], drawn[1]))
     assert not torch.equal(drawn[0][0], drawn[2][0])
-
-
-@pytest.mark.parametrize("knobs", [{"bits": 0}, {"bits": 16}, {"tables": 1}, {"seed": -1}, {"tables": 2.5}])
-def test_knobs_refused(knobs: dict[str, Any]) -> None:
-    with refused(f"invalid_value: {next(iter(knobs))}"):
-        MagicPIG(**knobs)
 
 
 def test_the_papers_dense_layers_are_the_default_and_memory_is_declared() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods import pqcache
@@ -179,14 +178,6 @@ def test_prepare_fits_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pqcache, "fit_centroids", None)
     again = method.select(state, SHAPE, query, 100, candidates, Limit(9), reader)  # type: ignore[arg-type]
     assert torch.equal(again.units, expected.units)
-
-
-@pytest.mark.parametrize(
-    "knobs", [{"parts": 0}, {"bits": 0}, {"bits": 9}, {"iterations": -1}, {"seed": -1}, {"bits": True}]
-)
-def test_knobs_refused(knobs: dict[str, Any]) -> None:
-    with refused(f"invalid_value: {next(iter(knobs))}"):
-        PQCache(**knobs)
 
 
 def test_memory_is_declared() -> None:

@@ -206,30 +206,6 @@ def test_the_papers_budget_is_the_default() -> None:
         assert rule.budget.dense_layers == (() if "paper" in spec else (0, 1))
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"index": "tree"}, "invalid_value: 'auto', 'graph'"),
-        ({"heads": "auto"}, "invalid_value: 'query' or 'kv'"),
-        ({"per": "layer"}, "invalid_value: 'kv_head' or 'query_head'"),
-        ({"samples": 1}, "invalid_value: 2 or more"),
-        ({"degree": 3}, "invalid_value: 4 or more"),
-        ({"beam": 50}, "unused_option: index='graph'"),
-        ({"compat": "code"}, "invalid_value: 'paper'"),
-        ({"compat": "paper", "index": "flat"}, "conflict: index='graph'"),
-        ({"compat": "paper", "heads": "kv"}, "conflict: heads='query'"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], says: str) -> None:
-    with refused(says):
-        RetrievalAttention(**settings)
-
-
-def test_a_share_of_attention_cannot_be_asked_of_it() -> None:
-    with refused("unsupported_plan: does not score the keys that its index left out"):
-        parse_plan("retrieval_attention:mass=0.9")
-
-
 def test_keys_on_another_device_are_refused() -> None:
     class Elsewhere:
         length = 100

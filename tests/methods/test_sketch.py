@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 from contracts.harness import SHAPE, Runner, Tokens, answers, draw_tokens
-from refusals import refused
 from torch import Tensor
 
-from kvsift.methods.sketch import Sketch
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
@@ -82,10 +80,3 @@ def test_heads_vote_by_their_shares_of_attention() -> None:
     runner.stats.observer = Spy()  # type: ignore[assignment]
     runner.feed_all(tokens, 100, [100])
     assert all(40 in units.tolist() for units in chosen[-1])
-
-
-def test_a_wrong_number_of_bits_is_refused() -> None:
-    with refused("invalid_value: bits=3"):
-        Sketch(bits=3)  # type: ignore[arg-type]
-    with refused("invalid_value: page_size=0"):
-        Sketch(page_size=0)

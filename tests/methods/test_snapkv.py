@@ -7,7 +7,6 @@ import torch
 from contracts.checks import masked_attention
 from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
 from methods.weighted import seen, softmax_over, weighted
-from refusals import refused
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
@@ -117,20 +116,3 @@ def test_compat_brings_knobs_and_budget() -> None:
     assert code.budget == Budget(tokens=321, sinks=0, window=65, dense_layers=())
     assert paper.method == SnapKV(queries=32, kernel=7, pooling="max", heads="query", compat="paper")
     assert paper.budget == Budget(tokens=4097, sinks=0, window=33, dense_layers=())
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("snapkv:kernel=4", "invalid_value"),
-        ("snapkv:queries=0", "invalid_value: 1 or more"),
-        ("snapkv:pooling=sum", "invalid_value: 'avg' or 'max'"),
-        ("snapkv:heads=layer", "invalid_value: 'kv' or 'query'"),
-        ("snapkv:compat=both", "invalid_value: 'paper', 'code' or left out"),
-        ("snapkv:evict=true:heads=query", "conflict"),
-        ("snapkv:evict=true:compat=code", "conflict"),
-    ],
-)
-def test_knobs_that_make_no_sense_are_refused(spec: str, words: str) -> None:
-    with refused(words):
-        parse_plan(spec)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods.sparq import SparQ, ValueMean
@@ -172,9 +171,3 @@ def test_settings_of_paper_and_notebook() -> None:
     assert (code.budget.tokens, code.budget.window) == (64, 16)
     assert SparQ().state_bytes_per_token(SHAPE) == 2 * 8 * 8 / 256
     assert SparQ(second_copy=True, mean_value=False).state_bytes_per_token(SHAPE) == 2 * 8 * 2
-
-
-@pytest.mark.parametrize("wrong", [{"channels": 0}, {"compat": "book"}, {"mean_value": 1}, {"second_copy": "yes"}])
-def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
-    with refused(f"invalid_value: {next(iter(wrong))}"):
-        SparQ(**wrong)

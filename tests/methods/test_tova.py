@@ -7,7 +7,6 @@ import torch
 from contracts.checks import masked_attention
 from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
 from methods.weighted import seen, softmax_over, weighted
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods.tova import TOVA
@@ -63,15 +62,3 @@ def test_compat_brings_its_budget() -> None:
         rule = parse_plan(f"tova:compat={compat}").decode
         assert rule is not None
         assert rule.budget == Budget(tokens=513, sinks=0, window=window, dense_layers=())
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("tova:compat=kvpress", "invalid_value: 'paper', 'code' or left out"),
-        ("tova:heads=kv", "unknown_name: of tova 'heads'"),
-    ],
-)
-def test_knobs_that_make_no_sense_are_refused(spec: str, words: str) -> None:
-    with refused(words):
-        parse_plan(spec)

@@ -123,40 +123,6 @@ def test_without_probes_nothing_is_due() -> None:
     assert not Guard().due(START, 0)
 
 
-@pytest.mark.parametrize(
-    ("plan", "says"),
-    [
-        ("h2o:budget=256:evict=true:min_recovery=0.9", "unsupported_plan: evict=true"),
-        ("streaming_llm:evict=true:min_recovery=0.9", "unsupported_plan: evict=true"),
-        (
-            "both=streaming_llm:evict=true:min_recovery=0.9",
-            "unsupported_plan: evict=true",
-        ),
-        ("h2o:budget=256:min_recovery=0.9", "unsupported_plan"),
-        ("snapkv:budget=256:min_recovery=0.9", "unsupported_plan: snapkv never sees a token again"),
-        ("dense:min_recovery=0.9", "unused_option: min_recovery"),
-        (
-            "critiprefill:min_recovery=0.9",
-            "unsupported_plan: guards decode",
-        ),
-        (
-            "both=oracle_tokens:min_recovery=0.9",
-            "unsupported_plan: guards decode",
-        ),
-        (
-            "prefill=quoka:min_recovery=0.9,decode=quest",
-            "unsupported_plan: guards decode",
-        ),
-        ("quest:min_recovery=0", "invalid_value: min_recovery=0"),
-        ("quest:min_recovery=90", "invalid_value: min_recovery=90"),
-        ("quest:min_recover=0.9", "unknown_name: did you mean 'min_recovery'"),
-    ],
-)
-def test_what_cannot_be_guarded_is_refused_with_the_reason(plan: str, says: str) -> None:
-    with refused(says):
-        parse_plan(plan)
-
-
 def test_dense_is_refused_as_an_object_too() -> None:
     with refused("unsupported_plan: dense sees everything, so min_recovery has nothing to widen"):
         Rule(parse_plan("both=dense").rules[0].method, Budget(min_recovery=0.5))

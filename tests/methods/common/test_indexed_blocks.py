@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from contracts.harness import Runner, assert_same_answer, draw_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_retrieval_attention import SHAPE, SINKS, WINDOW, needs_core, plan, reference
-from refusals import refused
 
 from kvsift.indexes import auto, trial
 from kvsift.indexes.auto import AutoIndex
@@ -175,22 +173,3 @@ def test_what_learns_from_keys_alone_wants_no_queries() -> None:
     rule = parse_plan("retrieval_attention:block=16384").decode
     assert rule is not None
     assert rule.method.block == 16384
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"block": 63}, "invalid_value: block=63"),
-        ({"block": -1}, "invalid_value: block=-1"),
-        ({"block": 64, "index": "flat"}, "conflict: index='flat'"),
-        pytest.param({"block": 64, "compat": "paper"}, "conflict", marks=needs_core),
-    ],
-)
-def test_blocks_that_mean_nothing_are_refused(settings: dict[str, Any], says: str) -> None:
-    with refused(says):
-        RetrievalAttention(**settings)
-
-
-def test_a_misspelled_block_is_recognised() -> None:
-    with refused("unknown_name: did you mean 'block'"):
-        parse_plan("retrieval_attention:blok=16384")

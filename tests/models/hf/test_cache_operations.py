@@ -89,25 +89,21 @@ def test_cropping_more_than_there_is_is_refused() -> None:
     assert cache.get_seq_length() == 150
 
 
+ROWS = {
+    "one": [1], "some": [2, 0], "doubled": [0, 0, 1, 1, 2, 2], "reversed": [2, 1, 0], "by a mask": [True, False, True]
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "rows", [[1], [2, 0], [0, 0, 1, 1, 2, 2], [2, 1, 0]], ids=["one", "some", "doubled", "reversed"]
+    ("operation", "rows"),
+    [*(("batch_select_indices", rows) for rows in ROWS), *(("reorder_cache", rows) for rows in list(ROWS)[:4])],
 )
-@pytest.mark.parametrize("operation", ["batch_select_indices", "reorder_cache"])
-def test_chosen_rows_go_on_as_if_they_had_been_the_batch(operation: str, rows: list[int]) -> None:
-    model = tiny()
+def test_chosen_rows_go_on_as_if_they_had_been_the_batch(operation: str, rows: str) -> None:
+    model, chosen = tiny(), torch.tensor(ROWS[rows])
     cache, mask = filled(model, *LENGTHS)
-    getattr(cache, operation)(torch.tensor(rows))
+    getattr(cache, operation)(chosen)
     untouched, _ = filled(model, *LENGTHS)
-    torch.testing.assert_close(steps(model, cache, mask[rows]), steps(model, untouched, mask)[rows])
-
-
-def test_rows_can_be_chosen_by_a_mask() -> None:
-    model = tiny()
-    cache, mask = filled(model, *LENGTHS)
-    keep = torch.tensor([True, False, True])
-    cache.batch_select_indices(keep)
-    untouched, _ = filled(model, *LENGTHS)
-    torch.testing.assert_close(steps(model, cache, mask[keep]), steps(model, untouched, mask)[keep])
+    torch.testing.assert_close(steps(model, cache, mask[chosen]), steps(model, untouched, mask)[chosen])
 
 
 def test_repeated_rows_are_copies_that_part_ways() -> None:

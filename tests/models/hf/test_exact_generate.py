@@ -112,13 +112,6 @@ def test_second_turn_of_a_padded_batch_on_an_explicit_cache_equals_eager_attenti
     assert torch.equal(greedy(model, second, attention_mask=mask, past_key_values=cache), expected)
 
 
-def test_drafts_of_the_model_s_own_lower_layers_change_no_token() -> None:
-    model = tiny(num_hidden_layers=4)
-    expected = greedy(model, prompt(100))
-    with covered(model):
-        assert torch.equal(greedy(model, prompt(100), assistant_early_exit=2), expected)
-
-
 @cached
 @pytest.mark.parametrize("lengths", [(30,), (30, 41, 22)])
 def test_rows_that_end_in_padding_answer_as_stock(family: str, lengths: tuple[int, ...]) -> None:

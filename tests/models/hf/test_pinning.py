@@ -162,11 +162,12 @@ def test_a_loop_of_ones_own_that_crosses_is_refused_before_anything_is_stored() 
     assert cache.get_seq_length() == ORIGINAL
 
 
-def test_a_cache_that_was_reset_starts_anew() -> None:
+@pytest.mark.parametrize("empty", [lambda cache: cache.reset(), lambda cache: cache.crop(-60)])
+def test_a_cache_that_was_emptied_starts_anew(empty: Any) -> None:
     model, ids = tiny("Llama", **rope("longrope")), prompt(LENGTH)
     cache = kvsift.make_cache(model, "dense")
     logits(model, ids[:, :60], past_key_values=cache)
-    cache.reset()
+    empty(cache)
     assert_close(logits(model, ids, past_key_values=cache), in_one_pass(model, ids, LENGTH))
 
 
@@ -225,14 +226,6 @@ def test_rotations_are_told_apart_by_the_least_length_that_has_them(
     limits: RopeLimits, length: int, least: int
 ) -> None:
     assert limits.least(length) == least == limits.least(least)
-
-
-def test_a_cache_cropped_to_nothing_starts_anew() -> None:
-    model, ids = tiny("Llama", **rope("longrope")), prompt(LENGTH)
-    cache = kvsift.make_cache(model, "dense")
-    logits(model, ids[:, :60], past_key_values=cache)
-    cache.crop(-60)
-    assert_close(logits(model, ids, past_key_values=cache), in_one_pass(model, ids, LENGTH))
 
 
 def test_a_copy_of_the_model_rotates_for_itself() -> None:

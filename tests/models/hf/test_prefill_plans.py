@@ -43,28 +43,25 @@ def test_streaming_prefill_is_eager_attention_over_sinks_and_window(family: str)
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
-@pytest.mark.parametrize(("family", "plan"), in_turns(CACHED, list(PLANS)))
-def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "plan", "lengths", "sizes"),
+    [(*pair, (150, 121, 33), (7, 64)) for pair in in_turns(CACHED, list(PLANS.values()))]
+    + [(*pair, (700, 641), (256, 512)) for pair in in_turns(CACHED, list(SELECTING.values()))],  # whole segments
+)
+def test_padding_batch_and_chunks_change_no_token(
+    family: str, plan: str, lengths: tuple[int, ...], sizes: tuple[int, int]
+) -> None:
     model = tiny(family)
-    with kvsift.sparse(model, PLANS[plan]) as run:
-        together = greedy(model, **ragged(150, 121, 33))
-        alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate((150, 121, 33))]
-        chunked = [greedy(model, **ragged(150, 121, 33), prefill_chunk_size=size) for size in (7, 64)]
+    with kvsift.sparse(model, plan) as run:
+        together = greedy(model, **ragged(*lengths))
+        alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate(lengths)]
+        cut = lengths if plan in PLANS.values() else lengths[:1]  # chunks begin inside of segments that are padded
+        chunked = [greedy(model, **ragged(*cut), prefill_chunk_size=size) for size in sizes]
     assert torch.equal(together, torch.cat(alone))
-    assert all(torch.equal(tokens, together) for tokens in chunked)
-    assert run.report()["phases"]["prefill"]["density"] < 0.6
-
-
-@pytest.mark.parametrize(("family", "plan"), in_turns(CACHED, list(SELECTING)))
-def test_selections_of_whole_segments_change_no_token_with_padding_or_chunks(family: str, plan: str) -> None:
-    model = tiny(family)
-    with kvsift.sparse(model, SELECTING[plan]) as run:
-        together = greedy(model, **ragged(700, 641))
-        alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate((700, 641))]
-        chunked = [greedy(model, prompt(700), prefill_chunk_size=size) for size in (256, 512)]  # whole segments
-    assert torch.equal(together, torch.cat(alone))
-    assert all(torch.equal(tokens, together[:1]) for tokens in chunked)
-    assert run.report()["phases"]["prefill"]["sparse_queries"] > 0
+    assert all(torch.equal(tokens, together[: len(cut)]) for tokens in chunked)
+    phase = run.report()["phases"]["prefill"]
+    assert phase["sparse_queries"] > 0
+    assert plan not in PLANS.values() or phase["density"] < 0.6
 
 
 def test_prompts_and_questions_follow_the_prefill_rule_and_drafts_the_decode_rule() -> None:

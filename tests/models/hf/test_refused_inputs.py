@@ -26,15 +26,6 @@ def test_a_block_inside_another_is_refused_and_the_outer_one_goes_on() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-def test_showing_a_token_that_was_padding_is_refused() -> None:
-    model = tiny()
-    cache = kvsift.make_cache(model, SPARSE)
-    logits(model, **ragged(20, 15), past_key_values=cache)
-    tokens, mask = torch.ones(2, 4, dtype=torch.long), torch.ones(2, 24, dtype=torch.long)
-    with refused("unsupported_call"):
-        logits(model, tokens, attention_mask=mask, past_key_values=cache)
-
-
 @pytest.mark.parametrize("way", ["sparse", "make_cache"])
 def test_a_forward_pass_that_records_gradients_is_refused(way: str) -> None:
     model = tiny()
@@ -50,12 +41,7 @@ def test_packed_sequences_are_refused(use_cache: bool | None) -> None:
     positions = torch.cat([torch.arange(12), torch.arange(8)]).unsqueeze(0)
     with kvsift.sparse(model, SPARSE), refused("unsupported_call: position_ids that start anew pack"):
         logits(model, prompt(20), position_ids=positions, use_cache=use_cache)
-
-
-def test_packed_sequences_without_our_cache_are_refused_too() -> None:
-    model = tiny()
-    kvsift.make_cache(model, SPARSE)  # puts our attention on the model
-    positions = torch.cat([torch.arange(12), torch.arange(8)]).unsqueeze(0)
+    kvsift.make_cache(model, SPARSE)  # puts our attention on the model, without a block
     with refused("unsupported_call"):
         logits(model, prompt(20), position_ids=positions, use_cache=False)
 
@@ -80,13 +66,16 @@ def test_a_mask_with_a_row_per_query_is_refused(form: str) -> None:
         logits(model, prompt(20), attention_mask=mask)
 
 
-def test_hiding_a_token_after_it_was_cached_is_refused() -> None:
+@pytest.mark.parametrize("hidden", [[], [3]], ids=["padding is shown", "a cached token is hidden"])
+def test_a_mask_that_changes_its_mind_is_refused(hidden: list[int]) -> None:
     model = tiny()
     cache, mask = kvsift.make_cache(model, SPARSE), torch.ones(2, 24, dtype=torch.long)
     batch = ragged(20, 15)
     logits(model, **batch, past_key_values=cache)
-    mask[:, 3] = 0
-    with refused("unsupported_call"):
+    if hidden:
+        mask[:, :20] = batch["attention_mask"]
+    mask[:, hidden] = 0
+    with refused("unsupported_call: the attention mask hides or shows"):
         logits(model, torch.ones(2, 4, dtype=torch.long), attention_mask=mask, past_key_values=cache)
 
 

@@ -4,6 +4,7 @@ batch, on padding, on how the prompt was cut, or on who drafted."""
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ from models.tiny import (
     ragged,
     tiny,
 )
+from transformers import PreTrainedModel
 from turns import in_turns
 
 import kvsift
 
-families = pytest.mark.parametrize("family", FAMILIES)
 cached = pytest.mark.parametrize("family", CACHED)
 LENGTHS = (150, 121, 149, 135)
 PLANS = {
@@ -40,23 +41,13 @@ PLANS = {
 }
 
 
-@families
-def test_a_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(family: str) -> None:
+@pytest.mark.parametrize(("family", "plan"), in_turns(["Llama"], list(PLANS)) + [(each, "quest") for each in FAMILIES])
+def test_a_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(family: str, plan: str) -> None:
     model = tiny(family)
-    with kvsift.sparse(model, SPARSE) as run:
+    with kvsift.sparse(model, PLANS[plan]) as run:
         together = greedy(model, **ragged(*LENGTHS))
         alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate(LENGTHS)]
-    assert torch.equal(together, torch.cat(alone))
-    assert_sparse(run)
-
-
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_plan_gives_a_row_of_a_padded_batch_the_tokens_it_gets_alone(plan: str) -> None:
-    model = tiny()
-    with kvsift.sparse(model, plan) as run:
-        together = greedy(model, **ragged(*LENGTHS))
-        alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate(LENGTHS)]
-        lookup = greedy(model, prompt(LENGTHS[0]), prompt_lookup_num_tokens=3)
+        lookup = greedy(model, prompt(LENGTHS[0]), prompt_lookup_num_tokens=3) if family == "Llama" else alone[0]
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(lookup, alone[0])
     assert_sparse(run)
@@ -72,8 +63,8 @@ def test_the_order_of_a_batch_changes_no_row(family: str) -> None:
     assert torch.equal(shuffled, straight[order])
 
 
-# 149 leaves one token for the last chunk
-@pytest.mark.parametrize(("family", "size"), in_turns(FAMILIES, [7, 64, 149, 150]))
+# 149 leaves one token for the last chunk; chunks of 1 are prefill too
+@pytest.mark.parametrize(("family", "size"), in_turns(FAMILIES, [7, 64, 149, 150, 1]))
 def test_chunked_prefill_changes_no_token(family: str, size: int) -> None:
     model = tiny(family)
     with kvsift.sparse(model, SPARSE) as run:
@@ -83,25 +74,9 @@ def test_chunked_prefill_changes_no_token(family: str, size: int) -> None:
     assert_sparse(run)
 
 
-def test_a_prompt_fed_token_by_token_is_still_prefill() -> None:
-    model = tiny()
-    with kvsift.sparse(model, SPARSE) as run:
-        whole = greedy(model, prompt())
-        assert torch.equal(greedy(model, prompt(), prefill_chunk_size=1), whole)
-    assert_sparse(run)
-
-
 @cached
 def test_prompt_lookup_changes_no_token_and_verifies_drafts_sparsely(family: str) -> None:
-    model = tiny(family)
-    ids = prompt(50).repeat(1, 3)
-    with kvsift.sparse(model, SPARSE):
-        expected = greedy(model, ids, num_new=16)
-    with kvsift.sparse(model, SPARSE) as run:
-        assert torch.equal(greedy(model, ids, num_new=16, prompt_lookup_num_tokens=4), expected)
-    assert_sparse(run)
-    layers = [row for row in run.report()["layers"] if row["phase"] == "prefill"]
-    assert all(row["queries"] == 150 for row in layers)  # the prompt and not one draft more
+    assert_drafts_change_nothing(tiny(family), prompt(50).repeat(1, 3), 16, prompt_lookup_num_tokens=4)
 
 
 ASSISTED = [
@@ -117,13 +92,7 @@ ASSISTED = [
 def test_an_assistant_changes_no_token_and_its_drafts_are_verified_sparsely(family: str, assistant: str) -> None:
     model = tiny(family)
     drafter = drafting(deepcopy(model) if assistant == "its twin" else tiny(seed=5))  # dense: right at times
-    with kvsift.sparse(model, SPARSE):
-        expected = greedy(model, prompt())
-    with kvsift.sparse(model, SPARSE) as run:
-        assert torch.equal(greedy(model, prompt(), assistant_model=drafter), expected)
-    assert_sparse(run)
-    layers = [row for row in run.report()["layers"] if row["phase"] == "prefill"]
-    assert all(row["queries"] == 150 for row in layers)
+    assert_drafts_change_nothing(model, prompt(), 10, assistant_model=drafter)
 
 
 def test_a_sparse_assistant_helps_a_sparse_model_and_each_keeps_its_counts() -> None:
@@ -137,12 +106,18 @@ def test_a_sparse_assistant_helps_a_sparse_model_and_each_keeps_its_counts() -> 
 
 
 def test_drafts_of_the_model_s_own_lower_layers_change_no_token() -> None:
-    model = tiny(num_hidden_layers=4)
+    assert_drafts_change_nothing(tiny(num_hidden_layers=4), prompt(), 10, assistant_early_exit=2)
+
+
+def assert_drafts_change_nothing(model: PreTrainedModel, ids: torch.Tensor, num_new: int, **drafts: Any) -> None:
     with kvsift.sparse(model, SPARSE):
-        expected = greedy(model, prompt())
+        expected = greedy(model, ids, num_new=num_new)
     with kvsift.sparse(model, SPARSE) as run:
-        assert torch.equal(greedy(model, prompt(), assistant_early_exit=2), expected)
+        assert torch.equal(greedy(model, ids, num_new=num_new, **drafts), expected)
     assert_sparse(run)
+    if "assistant_early_exit" not in drafts:  # its lower layers prefill twice
+        layers = [row for row in run.report()["layers"] if row["phase"] == "prefill"]
+        assert all(row["queries"] == 150 for row in layers)  # the prompt and not one draft more
 
 
 def test_embeddings_in_place_of_tokens_change_no_token() -> None:
