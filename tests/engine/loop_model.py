@@ -211,7 +211,6 @@ class LoopModel:
         assert self.schedule.waiting == tuple(sorted(request.key for request in self.queue))
         assert self.schedule.prefilling == tuple(self.prefilling)
         assert self.schedule.decoding == tuple(self.decoding)
-        assert self.schedule.backlog == sum(r.tokens for r in (*self.queue, *self.prefilling.values()))
 
     def finish(self) -> None:
         """Run until all requests have ended, each exactly once, with all pages."""

@@ -49,10 +49,10 @@ def test_the_life_of_a_request():
     schedule = Schedule(max_seqs=4, grid=GRID)
     assert schedule.decide(room=9) == IDLE
     assert schedule.add(7, "ann", tokens=12, pages=3)
-    assert (schedule.waiting, schedule.backlog) == ((7,), 12)
+    assert schedule.waiting == (7,)
     assert schedule.decide(room=9) == Decision(admit=7, prefill=7)
     schedule.has_prefilled(7, tokens=8, seconds=0.1, done=False)
-    assert (schedule.prefilling, schedule.backlog) == ((7,), 4)
+    assert schedule.prefilling == (7,)
     assert schedule.decide(room=6) == Decision(prefill=7)
     schedule.has_prefilled(7, tokens=4, seconds=0.1, done=True)
     assert schedule.decoding == (7,)
@@ -278,7 +278,6 @@ def test_what_can_be_reused_changes_a_request_and_not_its_place():
     for key in range(3):
         schedule.add(key, "ann", LONG, 10)
     schedule.revise(1, 2 * GRID, 1)
-    assert schedule.backlog == 2 * LONG + 2 * GRID
     assert schedule.waiting == (0, 1, 2)
     schedule.revise(2, 1, 1)  # short now
     assert chunks(schedule, {0: LONG, 1: 2 * GRID, 2: 1}, 13) == [2, *[0] * 10, 1, 1]

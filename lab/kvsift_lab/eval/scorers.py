@@ -1,7 +1,7 @@
 """The official scorers by name: 0 to 1 for one prediction against its references.
 
 A prediction is the generated text: each scorer cuts and cleans it as its benchmark does. The score of a data set is 100
-times the mean over its questions, see ``dataset_score``.
+times the mean over its questions.
 
 RULER's are those of its ``scripts/eval/evaluate.py`` and ``scripts/eval/synthetic/constants.py`` (NVIDIA/RULER),
 InfiniteBench's those of ``src/compute_scores.py`` (OpenBMB/InfiniteBench) for models in general.
@@ -205,10 +205,3 @@ def score(name: str, prediction: str, references: Sequence[str]) -> float:
     if not references:
         raise MissingInput(f"the scorer {name} needs at least one reference.")
     return SCORERS[name](prediction, references)
-
-
-def dataset_score(scores: Sequence[float]) -> float:
-    """Return 100 times the mean, to two places, as RULER and LongBench publish it."""
-    if not scores:
-        raise MissingInput("no scores: a data set's score is a mean over at least one question.")
-    return round(100 * sum(scores) / len(scores), 2)

@@ -86,7 +86,7 @@ def tune(
     wanted = Target.of(target)
     probes = PROBE_EVERY if wanted.measure == "recovery" else 0
     llm = LLM(model, "dense", dense_below=0, probe_every=probes, **device.keywords())
-    asked = context or _default_context(llm.directory.max_positions)
+    asked = context or min(max((llm.directory.max_positions or 2 * DEFAULT_CONTEXT) // 2, 512), DEFAULT_CONTEXT)
     llm.check([[0] * asked], 2 * SCORED)
     before = min(asked, length or MOST_SCORED_CONTEXT[llm.device.type])
     if texts is None:
@@ -119,10 +119,6 @@ def tune(
         print(json.dumps({**found, **recipe, "file": str(path)}, indent=2))
     else:
         _print(found, path, out is None, llm.directory.name)
-
-
-def _default_context(positions: int | None) -> int:
-    return DEFAULT_CONTEXT if positions is None else min(max(positions // 2, 512), DEFAULT_CONTEXT)
 
 
 def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> None:

@@ -122,14 +122,6 @@ class Schedule:
         """Whether a step has sequences."""
         return len(self._decoding) > len(self._held)
 
-    @property
-    def backlog(self) -> int:
-        """Prompt tokens still to be computed, of requests that wait or are being prefilled."""
-        accounts = self._accounts.values()
-        return sum(
-            request.tokens for each in accounts for request in (*each.waiting.values(), *each.prefilling.values())
-        )
-
     def add(self, key: int, client: str, tokens: int, pages: int, call: object = None) -> bool:
         """Put a request in the queue, unless that is full.
 

@@ -50,7 +50,7 @@ class FusedModel:
     def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
     ) -> Tensor:
-        """Store and attend the next tokens of the sequence that ``SparseCache.turn_to`` chose.
+        """Store and attend the next tokens of the sequence of a cache.
 
         Args:
             tokens: int64 [num_new].

@@ -124,8 +124,8 @@ class Rule:
         name = self.name
         if self.method.traits.unbounded:
             return name
-        knobs = {f.name: getattr(self.method, f.name) for f in fields(self.method)}
-        changed = {key: value for key, value in knobs.items() if value != _default(self.method, key)}
+        knobs = ((f.name, getattr(self.method, f.name), f.default) for f in fields(self.method))
+        changed = {name: value for name, value, default in knobs if value != default}
         budget = self.budget
         sizes = {"budget": budget.tokens, "ratio": budget.ratio, "mass": budget.mass}
         plain = Budget(**self.method.budget_defaults)
@@ -255,7 +255,3 @@ def _spell(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _default(method: Method, key: str) -> Any:
-    return next(f.default for f in fields(method) if f.name == key)

@@ -38,7 +38,7 @@ def lay_out(
             f"{len(needles)} needles of {length - room} tokens do not fit a context of {length}{start}; ask less"
         )
     tail_start = len(ids)
-    targets = _depths(rng, len(needles))
+    targets = [(i + rng.random()) / len(needles) for i in range(len(needles))]
     base = len(ids) if draft.intro else 0  # needles are spread over the rest
     index = 0
     while index < len(needles) or len(ids) < length:
@@ -74,10 +74,6 @@ def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int
             return head + text, layout.ids[: layout.tail_start] + tail
     # no prefix of the last piece has that many tokens (a character of several tokens): full stops instead
     return _padded(head, layout.ids[: layout.tail_start], keep, encode)
-
-
-def _depths(rng: random.Random, count: int) -> list[float]:
-    return [(i + rng.random()) / count for i in range(count)]
 
 
 def _prefixes(text: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from kvsift_lab.eval.scorers import SCORERS, cleaned, dataset_score, score
+from kvsift_lab.eval.scorers import SCORERS, cleaned, score
 from kvsift_lab.eval.scorers_longbench import common_indices
 from kvsift_lab.eval.tasks import TASKS
 from refusals import refused
@@ -140,17 +140,6 @@ def test_every_scorer_has_a_case() -> None:
 
 def test_every_task_names_a_scorer() -> None:
     assert {task.style.scorer for task in TASKS.values()} <= set(SCORERS)
-
-
-def test_a_case_of_three_references_with_one_match_scores_a_hundred() -> None:
-    assert dataset_score([score("string_match_part", "Lyon", ["Paris", "Lyon", "Rome"])]) == 100.0
-
-
-def test_a_data_set_scores_a_hundred_times_the_mean_to_two_places() -> None:
-    assert dataset_score([1.0, 0.0, 0.0]) == 33.33
-    assert dataset_score([0.5, 0.25]) == 37.5
-    with refused("missing_input"):
-        dataset_score([])
 
 
 def test_control_characters_become_newlines() -> None:

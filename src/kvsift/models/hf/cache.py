@@ -153,12 +153,6 @@ class SparseCache(DynamicCache):
         rows_of_layer = {layer.layer: layer.attention.describe() for layer in attending}
         return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
 
-    def turn_to(self, row: int, stats: RunStats) -> None:
-        """Feed one sequence of a ragged batch from now on, with its counters."""
-        self.run.row, self.run.stats = row, stats
-        for layer in self.layers:
-            layer.turn_to(row)
-
     def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
         """Record that captured steps have written a sequence up to ``written`` tokens, without summaries from position
         ``stale_from`` on, and keep the first ``kept`` tokens."""

@@ -72,7 +72,7 @@ class SparseLayer(AttendingLayer):
 
     def check_rows(self, num_rows: int) -> None:
         """Refuse a batch of another size than the cached one, before anything is stored."""
-        cached = num_rows if self.attention is None or self.run.rows else self.attention.store.num_rows
+        cached = num_rows if self.attention is None else self.attention.store.num_rows
         if num_rows != cached:
             raise UnsupportedCall(
                 f"this cache holds {cached} rows and the input has {num_rows} (beams and returned sequences are rows). "
@@ -110,7 +110,7 @@ class SparseLayer(AttendingLayer):
         real = self._new_valid(mask, batch, num_new)
         chunk = Chunk(queries, keys, values, [num_new] * batch, foreseen)
         if real is None:
-            return attention.attend(chunk, decode_tokens, sink_logit, self.run.row, self.run.exact)
+            return attention.attend(chunk, decode_tokens, sink_logit, exact=self.run.exact)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
     def attend_fused(self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int) -> Tensor:
@@ -130,7 +130,7 @@ class SparseLayer(AttendingLayer):
             shape = LayerShape(*sizes, rope=self.run.rope, peers=self.run.peers, origin=self.run.origin)
             self.attention = self._new_attention(shape, keys)
         chunk = Chunk(queries, keys, values, [num_new] * batch)
-        return self.attention.attend(chunk, decode_tokens, None, self.run.row, self.run.exact)
+        return self.attention.attend(chunk, decode_tokens, exact=self.run.exact)
 
     def adopt(
         self, shape: LayerShape, like: Tensor, length: int, stale: bool, chunk_size: int, sealed: Mapping[Phase, Any]
@@ -209,12 +209,6 @@ class SparseLayer(AttendingLayer):
 
     def _valid_so_far(self, batch: int, columns: int) -> Tensor:
         return torch.ones(batch, columns, dtype=torch.bool) if self.valid is None else self.valid
-
-    def turn_to(self, row: int) -> None:
-        """Feed this row alone from now on; ``columns`` are those of the row."""
-        self.columns = 0 if self.attention is None else self.attention.store.lengths[row]
-        if self.attention is not None:
-            self.attention.stats = self.run.stats
 
     def get_seq_length(self) -> int:
         return self.columns

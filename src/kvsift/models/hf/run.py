@@ -29,8 +29,8 @@ class SparseRun:
         plan: rules by phase.
         stats: counters.
         reserve: expected tokens of a sequence.
-        rows: maximum lengths of the sequences of a ragged batch, which are fed one at a time, ``row`` next. Empty: all
-            sequences are fed together, as many as the first chunk has.
+        rows: maximum lengths of the sequences, for which pages are reserved. Empty: as many as the first chunk has,
+            which reserve none.
         placement: see ``SparseAttention``.
 
     Raises:
@@ -58,7 +58,6 @@ class SparseRun:
         self.peers: tuple[int, ...] = ()  # indices of the model's layers that are kvsift's
         self.origin: Origin | None = None  # the model
         self.attention_in_use: Callable[[], str] = str  # the model's current attention implementation
-        self.row = 0
         self.exact: Exact = ""  # of generated tokens, for now
         self._begin()
 

@@ -76,9 +76,9 @@ def make_cache(
 ) -> SparseCache:  # fmt: skip
     """Return a cache that runs ``model`` under a plan wherever it is passed as ``past_key_values``.
 
-    The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``, the
-    maximum lengths of sequences, a ragged batch is fed one sequence at a time (``SparseCache.turn_to``). Where RoPE
-    depends on the length, ``reserve`` and ``rows`` decide how it rotates.
+    The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. ``rows``
+    are maximum lengths of sequences, for which pages are reserved. Where RoPE depends on the length, ``reserve`` and
+    ``rows`` decide how it rotates.
     """
     parsed = _plan_of(model, plan, probe_every)
     check(parsed, ONLY_DRAFTS)
