@@ -42,6 +42,7 @@ from kvsift.methods.base import Method
 from kvsift.methods.common.anchors import AnchorMap, Reuse
 from kvsift.methods.common.anchors import write as write_anchors
 from kvsift.methods.pages import PagedMethod, SummaryMethod
+from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
 from kvsift.models.decoder_step import DecoderStep
@@ -70,6 +71,11 @@ class OwnScore(SummaryMethod):
         raise NotImplementedError
 
 
+class OwnPages(Quest):
+    def select(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
 class OwnSketch(Sketch):
     def select(self, *arguments: Any, **options: Any) -> Any:
         raise NotImplementedError
@@ -91,7 +97,7 @@ class Learner(Method):
     traits = Traits(wants_queries=True, to_share="seals=true")
 
 
-OWN = {cls.__name__: cls for cls in (OwnScore, OwnSketch, TwoSummaries, Unranked, WideRows, Learner)}
+OWN = {cls.__name__: cls for cls in (OwnScore, OwnPages, OwnSketch, TwoSummaries, Unranked, WideRows, Learner)}
 
 OPTIONS = (
     "", "evict=true", "mass=0.9", "head_budgets=adaptive", "layer_budgets=pyramid", "window=0",
@@ -393,7 +399,9 @@ VLLM: dict[str, dict[str, Any]] = {
     "fp8": {"cache_config__cache_dtype": "fp8"},
     "fp8, scales": {"cache_config__cache_dtype": "fp8", "cache_config__calculate_kv_scales": True},
     "fp8, float16": {"cache_config__cache_dtype": "fp8", "model_config__dtype": "torch.float16"},
+    "fp8_e4m3": {"cache_config__cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"cache_config__cache_dtype": "fp8_e5m2"},
+    "nvfp4": {"cache_config__cache_dtype": "nvfp4"},
     "all at once": {"model_config__use_mla": True, "speculative_config": 1, "parallel_config__use_ubatching": True},
 }  # fmt: skip
 

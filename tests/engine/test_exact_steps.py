@@ -277,20 +277,9 @@ def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
         assert same(first, llm.generate(text_of(500), **options))
 
 
-@pytest.mark.parametrize(
-    ("options", "call", "reason"),
-    [
-        ({"deterministic": False}, {"plan": PLANS[0]}, "unsupported_plan: deterministic=True"),
-        ({}, {"plan": PLANS[0], "logprobs": 2}, "conflict"),
-        ({}, {"plan": f"verify:{SMALL}"}, "unsupported_plan: captured"),
-        ({}, {"plan": f"quest:{SMALL}:page_size=8"}, "unsupported_plan: pages have 8 tokens"),
-        ({}, {"plan": f"prefill=quoka:{SMALL}"}, "unsupported_plan: rule of prefill"),
-    ],
-)
-def test_what_cannot_be_promised_is_refused(llm: LLM, options: dict, call: dict, reason: str) -> None:
-    other = open_llm(Path(llm.directory.path), llm.fast_path.name, **options)
-    with refused(reason):
-        other.generate(text_of(200), exact=True, **call)
+def test_log_probabilities_are_refused(llm: LLM) -> None:
+    with refused("conflict"):
+        llm.generate(text_of(200), plan=PLANS[0], exact=True, logprobs=2)
 
 
 def test_a_context_is_cut_at_the_same_places_whatever_is_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-from kvsift.layer.accounting import RunStats
-from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Method
 from kvsift.methods.keydiff import KeyDiff
 from kvsift.methods.tova import TOVA
@@ -302,13 +300,6 @@ def test_a_plan_that_frees_may_take_over_a_cache() -> None:
     assert_same_answer(torch.cat(outputs, 1), expected, "taking over changed the answer")
     assert isinstance(runner.attention.store, EvictingStore)
     assert runner.attention.store.num_stored(0) == 64
-
-
-@pytest.mark.parametrize("placement", ["split", "offload"])
-def test_host_memory_is_refused(placement: Any) -> None:
-    plan = parse_plan("h2o:evict=true")
-    with refused("unsupported_plan: Leave out evict, or the placement"):
-        SparseAttention(SHAPE, plan, 1, torch.empty(0), RunStats(), placement=placement)
 
 
 def test_what_a_plan_missed_is_known_though_another_one_could_have_dropped_it() -> None:

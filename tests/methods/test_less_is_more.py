@@ -8,7 +8,6 @@ import pytest
 import torch
 from contracts.checks import messages_between_layers_stay_in_their_sequence_and_pass as pass_alone
 from contracts.harness import SHAPE, Asked, Runner, Stack, Tokens, draw_tokens, spy
-from refusals import refused
 from torch import Tensor
 
 from kvsift.methods.base import Method, Phase
@@ -16,7 +15,6 @@ from kvsift.methods.less_is_more import LessIsMore, merged_ranking
 from kvsift.methods.tidal_decode import TidalDecode
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
-from kvsift.plan.syntax import parse_plan
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=(0, 1))
 LAYERS = (0, 1, 2, 3, 5, 7)
@@ -155,13 +153,3 @@ def test_a_shallow_model_corrects_its_choice_by_default(correction: Any, choosin
     stack.feed(tokens.part(PROMPT), decode_tokens=1)
     seen = [float(layer.stats.phase("decode").visible_tokens) for layer in stack.layers]
     assert {layer for layer in range(2, 5) if seen[layer] > 30} == choosing
-
-
-@pytest.mark.parametrize(
-    ("layers", "says"), [(range(5), "those are 0 to 4"), (range(5, 17, 6), "those are 5, 11")], ids=str
-)
-def test_a_correction_layer_that_the_model_lacks_is_refused(layers: range, says: str) -> None:
-    for spec in ("less_is_more:correction=12", "prefill=tidal_decode:correction=12"):
-        with refused(f"invalid_value: {says}"):
-            parse_plan(spec).check_layers(layers)
-    parse_plan("both=less_is_more:correction=none").check_layers(layers)

@@ -10,9 +10,8 @@ import pytest
 from refusals import refused
 
 from kvsift.plan.budget import Budget
-from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.guard import Guard, shows_all, sizes, widened
-from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.plan import Rule
 from kvsift.plan.syntax import parse_plan
 
 BUDGET = Budget(tokens=128, min_recovery=0.9)
@@ -126,14 +125,6 @@ def test_without_probes_nothing_is_due() -> None:
 def test_dense_is_refused_as_an_object_too() -> None:
     with refused("unsupported_plan: dense sees everything, so min_recovery has nothing to widen"):
         Rule(parse_plan("both=dense").rules[0].method, Budget(min_recovery=0.5))
-
-
-def test_no_probes_and_a_guard_are_a_contradiction() -> None:
-    guarded = parse_plan("prefill=quoka,decode=quest:min_recovery=0.85")
-    with refused("unsupported_plan: min_recovery=0"):
-        check(PlanCase(guarded), NO_PROBES)
-    check(PlanCase(guarded, probe_every=1), NO_PROBES)
-    check(PlanCase(Plan(guarded.prefill)), NO_PROBES)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from contracts.harness import answers, assert_same_answer, draw_tokens
 from refusals import refused
 
 from kvsift.errors import InputError
-from kvsift.plan.capabilities import PlanCase, check_placement, reasons
+from kvsift.plan.capabilities import check_placement
 from kvsift.plan.placement import Placement
-from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import STORES
@@ -58,20 +57,6 @@ def test_what_makes_no_sense_is_refused(text: str, message: str) -> None:
         Placement.of(text)
 
 
-def reasons_against(plan: Plan, placement: str | Placement = "device", on_gpu: bool = False) -> list[str]:
-    case = PlanCase(plan, Placement.of(placement), on_gpu)
-    return list(reasons(case, case.place.store.objections))
-
-
-@pytest.mark.parametrize("placement", ["split", "offload", Placement("offload", host_values="int8")])
-def test_a_sparse_prefill_needs_its_kv_on_the_device(placement: str | Placement) -> None:
-    plan = parse_plan("prefill=quoka:budget=512")
-    assert "prefill is dense. Leave the prefill rule out" in str(reasons_against(plan, placement))
-    assert reasons_against(parse_plan("prefill=dense,decode=quest:budget=512"), placement) == []
-    assert reasons_against(plan, "device") == []
-    assert reasons_against(plan, "host") == []
-
-
 def opened(placement: str | Placement, like: torch.Tensor) -> Store:
     place = Placement.of(placement)
     return place.store(SHAPE, 1, 4, like, ["minmax"], **dict(place.knobs))
@@ -94,23 +79,8 @@ def test_packed_values_take_half_of_16_bits_and_a_scale() -> None:
     assert SplitStore.bytes_per_token(128, torch.bfloat16) == 2 * key
 
 
-def test_an_index_of_host_memory_is_refused_before_a_gpu_reads_anything() -> None:
-    plan = parse_plan("retrieval_attention:index=flat")
-    assert reasons_against(plan) == []
-    assert "Take placement=split, or device=cpu" in str(reasons_against(plan, on_gpu=True))
-    assert reasons_against(plan, "split", on_gpu=True) == []
-
-
-def test_dropping_while_reading_needs_no_second_hint() -> None:
-    plan = parse_plan("both=h2o:evict=true")
-    for name in ("split", "offload"):
-        (reason,) = reasons_against(plan, name)
-        assert "or take a rule of decode without evict" in reason
-
-
 def test_all_reasons_are_given_at_once() -> None:
     plan = parse_plan("prefill=quoka:budget=512,decode=h2o:budget=512:evict=true")
-    assert len(reasons_against(plan, "split")) == 2
     with refused("unsupported_plan: decode=h2o:budget=512:evict=true"):
         check_placement(plan, "split")
 

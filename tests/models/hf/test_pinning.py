@@ -18,8 +18,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kvsift
 from kvsift.models.hf.rope import RopeLimits
-from kvsift.models.hf.step import TransformersStep
-from kvsift.plan.capabilities import reason
 
 LENGTH = 300
 CHUNKS = [40, 120, 129, 1000]  # ends below the original maximum, or not
@@ -234,8 +232,3 @@ def test_a_copy_of_the_model_rotates_for_itself() -> None:
     copied = deepcopy(model)
     copied.model.rotary_emb.attention_scaling *= 2
     assert not torch.allclose(logits(copied, ids), logits(model, ids))
-
-
-def test_steps_that_follow_every_length_are_not_captured() -> None:
-    assert "original maximum 128" in str(reason(tiny("Llama", **rope("dynamic")), TransformersStep.objections))
-    assert reason(tiny("Llama", **rope("longrope")), TransformersStep.objections) is None
