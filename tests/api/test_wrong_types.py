@@ -159,11 +159,7 @@ def test_whatever_is_given_is_taken_or_refused_by_name(entry: str, llm: LLM) -> 
         ("model", 5, "invalid_value: model=5"),
         ("opened", None, "invalid_value: path=None"),
         ("probe_every", "x", "invalid_value: probe_every='x'"),
-        (
-            "timeout_s of generate",
-            10**400,
-            "invalid_value: timeout_s=10000000000000000000000000000000000000000000000000",
-        ),
+        ("timeout_s of generate", 10**400, "invalid_value: timeout_s=1000"),
         ("plans", "dense", "invalid_value: plans='dense'"),
         ("a chat's stop", 5, "invalid_value: stop=5"),
         ("turns", None, "invalid_value: NoneType"),
@@ -270,15 +266,6 @@ def test_callbacks_run_as_the_calling_thread_does(path: str, llama: Path) -> Non
         llm.chat(text_of(100)).ask("Why?", max_new_tokens=5, on_text=on_text)
     assert len(seen) >= 3
     assert set(seen) == {(False, True)}
-
-
-def test_a_seed() -> None:
-    with refused("invalid_value: seed=1.5"):
-        Sampling(1.0, seed=1.5)  # type: ignore[arg-type]
-    with refused("invalid_value: temperature='1'"):
-        Sampling("1")  # type: ignore[arg-type]
-    with refused("invalid_value: top_p=None"):
-        Sampling(1.0, None)  # type: ignore[arg-type]
 
 
 def test_a_dtype_may_be_one_of_torch(llama: Path) -> None:

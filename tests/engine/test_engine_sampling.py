@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,15 +130,18 @@ def test_a_sampled_answer_repeats_and_another_seed_differs(llama: Path) -> None:
     [
         {"temperature": -0.1},
         {"temperature": nan},
+        {"temperature": "1"},
         {"temperature": inf},
         {"top_p": 0.0},
         {"top_p": 1.01},
         {"top_p": nan},
+        {"top_p": None},
         {"seed": -1},
+        {"seed": 1.5},
         {"seed": 10**30},
     ],
 )
-def test_a_knob_out_of_range_is_refused_by_name(bad: dict[str, float]) -> None:
+def test_a_knob_out_of_range_is_refused_by_name(bad: dict[str, Any]) -> None:
     with refused(f"invalid_value: {next(iter(bad))}"):
         Sampling(**bad)
 

@@ -11,6 +11,16 @@ from kvsift.methods.quest import Quest
 from kvsift.plan.syntax import parse_plan
 
 REFUSED = [
+    ("quest:budget=0", "invalid_value: budget=0"),
+    ("quest:budget=nan", "invalid_value: budget=nan"),
+    ("quest:budget=", "invalid_value: 'quest:budget='"),
+    ("quest:budget=256:ratio=0.1", "conflict: budget=256 and ratio=0.1"),
+    ("quest:ratio=0", "invalid_value: ratio=0"),
+    ("quest:mass=nan", "invalid_value: mass=nan"),
+    ("quest:page_size=-16", "invalid_value: page_size=-16"),
+    ("quest:window=-1", "invalid_value: window=-1"),
+    ("quest:sinks=some", "invalid_value: sinks='some'"),
+    ("quest:dense_layers=first", "invalid_value: dense_layers=first"),
     ("qest:budget=64", "unknown_name: 'qest'; did you mean 'quest'?"),
     ("zzzzzz", "unknown_name: critiprefill, dense"),
     ("quest:budgt=64", "unknown_name: of quest 'budgt'; did you mean 'budget'?"),
