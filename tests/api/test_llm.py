@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ends import Dictated
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvsift import LLM, Sampling
+from kvsift import LLM
 from kvsift.api.answer import Answer
 from kvsift.api.llm import MOST_CHUNK
 
 PROMPT = text_of(400)
-
-
-class Dictated(Sampling):
-    """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
-
-    def __init__(self, llm: LLM, text: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "ids", llm.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
-        ids = chain(self.ids, repeat(5))  # type: ignore[attr-defined]
-        return lambda logits: next(ids)
 
 
 def said(llm: LLM, text: str, stop: str | None = None, max_new_tokens: int = 100) -> tuple[Answer, list[str]]:

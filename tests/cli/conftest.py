@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from cli.watched import Outcome, Refused, Run, files_in
+from engine.fixtures import on_the_cpu  # noqa: F401
 from engine.tiny_directory import text_of, write_model
 
 from kvsift.cli.main import main
 from kvsift.models.hf.model_directory import ModelDirectory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    """The same paths, dtypes and words on a machine with a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.cuda.is_available", lambda: False)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from ends import Dictated
 from engine.exact_models import PATHS, new_llm, same
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
@@ -177,18 +176,6 @@ def test_a_plan_for_drafts_alone_is_refused_elsewhere(llm: LLM) -> None:
         llm.read(PROMPT).ask("What?", plan="verify:budget=128")
     with refused("unsupported_plan: budget=128"):
         kvsift.make_cache(llm.model, "verify:budget=128")
-
-
-class Dictated(Sampling):
-    """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
-
-    def __init__(self, llm: LLM, text: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "_ids", llm.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def chooser(self, device: torch.device) -> Callable[[torch.Tensor], int]:
-        ids = iter(self._ids)  # type: ignore[attr-defined]
-        return lambda logits: next(ids)
 
 
 def test_what_followed_the_same_text_before_is_proposed_and_accepted(llm: LLM) -> None:

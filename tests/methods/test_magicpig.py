@@ -8,30 +8,11 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan, spy
-from torch import Tensor
+from methods.weighted import Keys
 
 from kvsift.methods.magicpig import EPSILON, MagicPIG, angles, inclusion, within_budget
 from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, Limit, Selection
-
-
-class Keys:
-    """A reader of given keys."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.given, self.length = keys, keys.shape[1]
-
-    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.given[:, start:stop]
-
-    borrow = keys
-
-    def counted(self, remembered: Tensor) -> Tensor:
-        return remembered
-
-    def count_bytes(self, num_bytes: int) -> None:
-        pass
-
 
 NUM_KEYS = 160
 TOKENS = draw_tokens(NUM_KEYS + 1, 5)

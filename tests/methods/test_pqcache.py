@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan
+from methods.weighted import Keys
 from torch import Tensor
 
 from kvsift.methods import pqcache
@@ -15,20 +16,6 @@ from kvsift.methods.common.token_rows import settled
 from kvsift.methods.pqcache import PQCache, cut
 from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, LayerShape, Limit, Selection
-
-
-class Keys:
-    """A reader of given keys."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.given, self.length, self.read = keys, keys.shape[1], 0
-
-    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.given[:, start:stop]
-
-    def counted(self, remembered: Tensor) -> Tensor:
-        self.read += remembered.numel() * remembered.element_size()
-        return remembered
 
 
 def choose(method: PQCache, shape: LayerShape, queries: Tensor, keys: Tensor, units: int) -> Selection:

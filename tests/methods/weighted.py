@@ -37,3 +37,22 @@ def softmax_over(tokens: Tokens, query: int, visible: Tensor, shape: LayerShape)
     keys = tokens.keys.double().repeat_interleave(shape.group_size, 0)
     logits = (keys @ tokens.queries[:, query, :, None].double()).squeeze(-1) * shape.scale
     return logits.masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+class Keys:
+    """A reader of given keys, which counts the bytes of what a method remembers."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.given, self.length, self.read = keys, keys.shape[1], 0
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.given[:, start:stop]
+
+    borrow = keys
+
+    def counted(self, remembered: Tensor) -> Tensor:
+        self.read += remembered.numel() * remembered.element_size()
+        return remembered
+
+    def count_bytes(self, num_bytes: int) -> None:
+        self.read += num_bytes
