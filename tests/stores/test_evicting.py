@@ -158,6 +158,3 @@ def test_going_back_is_refused_once_something_is_gone() -> None:
         store.crop(0, 7)
     with refused("evicted_tokens"):
         store.repage(4, ())
-    store.clear()
-    fill(store, 0, 0, 3)
-    assert held(store) == [[0, 1, 2]] * 2

@@ -77,10 +77,8 @@ def test_whatever_happens_they_hold_the_same(make: Callable[[], SplitStore], see
                 each.crop(row, each.lengths[row] * step // 60)
             elif action < 0.9:
                 each.fork([1, 0] if step % 2 else [row, row])
-            elif action < 0.95:
-                each.repage(8 if step % 2 else 4, ["minmax"] if step % 3 else [])
             else:
-                each.clear()
+                each.repage(8 if step % 2 else 4, ["minmax"] if step % 3 else [])
         if store.page_size == 4:
             check_alike(store, other, rng)
 

@@ -188,11 +188,9 @@ def test_rows_that_are_reserved_again_after_clearing_take_the_same_pages() -> No
     assert table.pool.num_pages == 70
 
 
-def test_rows_are_opened_adopt_pages_and_are_closed_one_at_a_time() -> None:
-    table = PageTable()
-    one = table.open()
+def test_rows_adopt_pages_and_are_closed_one_at_a_time() -> None:
+    table, one, other = PageTable(2), 0, 1
     table.grow(one, 6, reserve=6)
-    other = table.open()
     table.adopt(other, [Run(table.runs(one)[0].start, table.runs(one)[0].start + 4)])
     table.grow(other, 7, reserve=3)
     assert pages(table, other)[:4] == pages(table, one)[:4]

@@ -59,17 +59,3 @@ def test_what_ran_too_far_is_taken_back() -> None:
     store.crop(0, 13)
     assert all(torch.equal(store.reader(0).summary(kind, slice(0, 4)), old) for kind, old in zip(KINDS, before))
     assert store.table.planned(0) == planned
-
-
-def test_clearing_keeps_the_pools() -> None:
-    store, drawn = filled(torch.Generator().manual_seed(0))
-    keys = store.keys
-    store.clear()
-    assert store.lengths == [0, 0]
-    store.reserve_rows([20, 60])
-    store.append(1, *drawn[0].unbind(0))
-    assert store.keys is keys
-    assert torch.equal(store.reader(1).keys(), drawn[0][0])
-    store.reserve_rows([20, 80])  # more than there is
-    assert store.keys is not keys
-    assert torch.equal(store.reader(1).keys(), drawn[0][0])

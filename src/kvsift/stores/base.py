@@ -181,10 +181,6 @@ class Store(ABC):
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
         """Maintain these summaries and no others from now on, over pages of this size."""
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget all tokens."""
-
     def pools(self) -> Pools:
         """Tensors for captured steps, of a store that ``captures``."""
         raise NotImplementedError(f"steps over a {type(self).__name__} are composed")

@@ -167,13 +167,6 @@ class EvictingStore(Store):
         if left is None:
             self.row_stores[row] = self.row_stores[row].empty_copy(1)
 
-    def clear(self) -> None:
-        """As ``Store.clear``; the pools stay."""
-        for store in self.row_stores:
-            store.clear()
-        self.left.clear()
-        self._checkpoints.clear()
-
     def checkpoint(self) -> None:
         """As ``Store.checkpoint``; what is left now stays in memory once more."""
         # nothing is written among the tokens of a sequence that has evicted some: what is left now can be shared

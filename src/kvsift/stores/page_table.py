@@ -66,7 +66,7 @@ class PageTable:
         steps: forks, resets and changes of the page size so far.
     """
 
-    def __init__(self, num_rows: int = 0, kv: KVPool | None = None) -> None:
+    def __init__(self, num_rows: int, kv: KVPool | None = None) -> None:
         self.kv = KVPool() if kv is None else kv
         self.pool: PagePool = self.kv.pages
         self.rows = [RowPages() for _ in range(num_rows)]
@@ -81,11 +81,6 @@ class PageTable:
     @property
     def num_rows(self) -> int:
         return len(self.rows)
-
-    def open(self) -> int:
-        """Add an empty sequence; its number."""
-        self.rows.append(RowPages())
-        return len(self.rows) - 1
 
     def adopt(self, row: int, runs: Sequence[Run]) -> None:
         """Let an empty sequence begin with full pages of another one; both share them."""

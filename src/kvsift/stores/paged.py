@@ -151,13 +151,6 @@ class PagedStore(Store):
             self._summarise(row, stale_from // self.page_size, self.kinds)
             self.summarise_open_page(row)
 
-    def clear(self) -> None:
-        if self.table.take_step(self._steps, "clear"):
-            self.table.clear()
-        self._steps += 1
-        self.lengths = [0] * self.num_rows
-        self._open.clear()
-
     def reader(self, row: int) -> RowReader:
         return self._reader(row)
 

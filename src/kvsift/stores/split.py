@@ -340,12 +340,6 @@ class SplitStore(PagedStore):
         super().fork(sources)
         self._resident.clear()
 
-    def clear(self) -> None:
-        self._settle()
-        self._fresh = None
-        super().clear()
-        self._resident.clear()
-
     def take_transfers(self) -> Transfers:
         copied, self._copied_bytes = self._copied_bytes, 0
         return Transfers(copied)

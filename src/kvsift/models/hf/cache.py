@@ -161,13 +161,6 @@ class SparseCache(DynamicCache):
             layer.attention.crop(row, kept)
             layer.columns = kept
 
-    def clear(self, rows: Sequence[int]) -> None:
-        """Remove all tokens, and reserve pages for sequences of these lengths; allocated memory stays."""
-        for layer in self.layers:
-            layer.columns = 0
-            layer.attention.store.clear()
-        self.reserve_rows(rows)
-
     def sealed(self, length: int) -> list[dict[Phase, Any]]:
         """What methods remember of the first ``length`` tokens of the only sequence, by layer, for ``adopt``; empty if
         that is nothing."""
