@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kvsift.errors import InputError
 from kvsift.models.inference import inference
+from kvsift.threads import end_team
 
 JOIN_S = 60.0  # for the step that runs when the process ends
 Message = Callable[[], object]
@@ -87,6 +88,7 @@ class EngineThread(ABC):
                 )
                 weakref.finalize(self, self._inbox.put, None).atexit = False
                 _RUNNING.add(self)
+                end_team()  # this thread has loaded the model, and waits from now on
                 self._thread.start()
 
     def stop(self) -> None:
