@@ -19,7 +19,15 @@ from statistics import median
 from typing import Any
 
 from kvsift.atomic_files import settle, write_atomically
-from kvsift.errors import InputError
+from kvsift.errors import (
+    DamagedFile,
+    MissingFile,
+    MissingPackage,
+    Unavailable,
+    UnreadableFile,
+    UnwritableFile,
+    WrongFile,
+)
 from kvsift_lab.numbers import spread
 
 SUMMARY, RAW = "summary.json", "samples.json"  # the latter ends in .xz where Python has lzma
@@ -70,9 +78,9 @@ def _decompressed(source: Path) -> bytes:
 
         return lzma.decompress(source.read_bytes())
     except ImportError:  # some builds of Python have none
-        raise InputError(f"{source} is compressed and this Python has no lzma. Unpack it: xz -d {source}") from None
+        raise MissingPackage(f"{source} is compressed and this Python has no lzma. Unpack it: xz -d {source}") from None
     except lzma.LZMAError as error:
-        raise InputError(f"{source} cannot be unpacked ({error}). Copy it from its source again.") from None
+        raise DamagedFile(f"{source} cannot be unpacked ({error}). Copy it from its source again.") from None
 
 
 class SampleFile:
@@ -153,7 +161,7 @@ def _locked(path: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(file)
-            raise InputError(f"another process is writing to {path}. Wait for it, or give another --out.") from None
+            raise Unavailable(f"another process is writing to {path}. Wait for it, or give another --out.") from None
         if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
             return file
         os.close(file)  # another process has compressed it between the two steps
@@ -191,11 +199,11 @@ def load(path: Path) -> dict[str, Any]:
             with suppress(LookupError):  # of a point that is not in the summary yet: the process was killed
                 reduce(getitem, outer, result)[last] = values
     except FileNotFoundError:
-        raise InputError(f"the result file {path} does not exist.") from None
+        raise MissingFile(f"the result file {path} does not exist.") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"the result {path} is not JSON: {error}") from None
+        raise WrongFile(f"the result {path} is not JSON: {error}") from None
     except (OSError, ValueError, LookupError) as error:
-        raise InputError(f"the result {path} cannot be read: {error}") from None
+        raise UnreadableFile(f"the result {path} cannot be read: {error}") from None
     return dict(result)
 
 
@@ -211,9 +219,9 @@ def check(path: Path) -> None:
         InputError: if it holds other files, or its parent is missing.
     """
     if not path.parent.is_dir():
-        raise InputError(f"--out {path}: the directory {path.parent} does not exist.")
+        raise UnwritableFile(f"--out {path}: the directory {path.parent} does not exist.")
     if path.exists() and any(path.iterdir()) and not (path / SUMMARY).exists():
-        raise InputError(f"--out {path} exists and is no result. Name a new folder, or a file that ends in .json.")
+        raise UnwritableFile(f"--out {path} exists and is no result. Name a new folder, or a file that ends in .json.")
 
 
 def document(result: Any) -> str:

@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvsift.api.llm import LLM
     from kvsift.engine.sampling import Sampling
-    from kvsift.errors import InputError, KVSiftError, NothingSkipped
+    from kvsift.errors import KVSiftError, NothingSkipped
     from kvsift.models.hf.sparse import make_cache, register, sparse
     from kvsift.plan.budget import Budget
     from kvsift.plan.plan import Plan, Rule

@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
-from kvsift.errors import InputError, one_line
+from kvsift.errors import DamagedFile, MissingFile, UnreadableFile, one_line
 from kvsift.gguf_file import GgufFile, is_gguf
 
 SAMPLES, SAMPLE_BYTES = 8, 256
@@ -42,7 +42,7 @@ def fingerprint(directory: Path) -> str:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         kept = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{file} cannot be read: {one_line(error)}.") from error
+        raise UnreadableFile(f"{file} cannot be read: {one_line(error)}.") from error
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
     for file in weight_files(directory):
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
@@ -92,7 +92,7 @@ def weight_files(directory: Path) -> list[Path]:
     else:
         files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
     if not files:
-        raise InputError(f"{directory} holds no weights (*.safetensors). Is the download complete?")
+        raise MissingFile(f"{directory} holds no weights (*.safetensors). Is the download complete?")
     for file in files:
         if file.suffix == ".safetensors":
             _require_whole(file)
@@ -115,11 +115,11 @@ def _shards(index: Path) -> list[Path]:
     try:
         files = sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(f"{index} cannot be read: {one_line(error)}.") from error
+        raise UnreadableFile(f"{index} cannot be read: {one_line(error)}.") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        raise InputError(
+        raise MissingFile(
             f"{index.parent} lacks {len(missing)} of {len(files)} weight files: {names}. Is the download complete?"
         )
     return files
@@ -130,7 +130,7 @@ def _require_whole(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except Exception as error:
-        raise InputError(
+        raise DamagedFile(
             f"{file} is not a complete safetensors file ({one_line(error)}). Is the download complete?"
         ) from error
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsift.errors import InputError, one_line
+from kvsift.errors import DamagedFile, InputError, MissingFile, MissingPackage, UnreadableFile, WrongFile, one_line
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type -> struct
@@ -84,10 +84,10 @@ class GgufFile:
         if count == 1:
             return first
         if not isinstance(count, int) or not 1 < count < 100_000:
-            raise InputError(f"{path} says that it is one of {count!r:.40} parts of a model, which cannot be.")
+            raise DamagedFile(f"{path} says that it is one of {count!r:.40} parts of a model, which cannot be.")
         name = PART.search(path.name)
         if not name or int(name[1]) != 1 or int(name[2]) != count or first.settings.get("split.no", 0) != 0:
-            raise InputError(
+            raise WrongFile(
                 f"{path} is one of {count} parts of a model. Give the first, whose name ends in "
                 f"-00001-of-{count:05}.gguf, with the others in the same folder."
             )
@@ -95,14 +95,14 @@ class GgufFile:
         for number in range(2, count + 1):
             part = path.with_name(f"{path.name[: name.start()]}-{number:05}-of-{count:05}.gguf")
             if not part.is_file():
-                raise InputError(f"{path} is the first of {count} parts, and {part.name} is missing.")
+                raise MissingFile(f"{path} is the first of {count} parts, and {part.name} is missing.")
             other = cls._read(part)
             if other.settings.get("split.no") != number - 1 or tensors.keys() & other.tensors.keys():
-                raise InputError(f"{part} is not part {number} of the model in {path}.")
+                raise WrongFile(f"{part} is not part {number} of the model in {path}.")
             tensors |= other.tensors
         total = first.settings.get("split.tensors.count", len(tensors))
         if total != len(tensors):
-            raise InputError(f"{path} and its parts hold {len(tensors)} tensors, and its header says {total}.")
+            raise DamagedFile(f"{path} and its parts hold {len(tensors)} tensors, and its header says {total}.")
         return cls(path, first.settings, tensors)
 
     @classmethod
@@ -111,16 +111,16 @@ class GgufFile:
             with path.open("rb") as opened:
                 data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise InputError(f"{path} cannot be read as a GGUF file: {one_line(error)}.") from error
+            raise UnreadableFile(f"{path} cannot be read as a GGUF file: {one_line(error)}.") from error
         header = _Header(data)
         try:
             return cls(path, *header.read())
         except struct.error:
-            raise InputError(f"{path} ends within its header. Is the download complete?") from None
+            raise DamagedFile(f"{path} ends within its header. Is the download complete?") from None
         except InputError:  # the package is missing
             raise
         except (ValueError, OverflowError) as error:
-            raise InputError(f"{path} is not a GGUF file that kvsift can read: {one_line(error)}.") from error
+            raise WrongFile(f"{path} is not a GGUF file that kvsift can read: {one_line(error)}.") from error
 
 
 def is_gguf(path: Path) -> bool:
@@ -233,7 +233,7 @@ def _block(kind: int) -> tuple[int, int]:
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise InputError("GGUF files need the package gguf: pip install 'kvsift[gguf]'.") from error
+        raise MissingPackage("GGUF files need the package gguf: pip install 'kvsift[gguf]'.") from error
     known = {type_.value: type_ for type_ in GGMLQuantizationType}
     if kind not in known:
         raise ValueError(f"type {kind}, which the package gguf does not know")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine.tiny_directory import text_of
+from refusals import refused
 
 import kvsift
 from kvsift import LLM, InputError
@@ -111,9 +112,9 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         chat.ask("How many sacks?", max_new_tokens=40, on_text=interrupt)
-    with pytest.raises(InputError, match="was made for 4,096 positions"):
+    with refused("context_length_exceeded: 4,096"):
         chat.ask(text_of(5000), max_new_tokens=4)
-    with pytest.raises(InputError, match="the question is empty"):
+    with refused("empty_text"):
         chat.ask("  ")
     assert chat.turns == [("Which mill?", first.text)]
     assert chat.ask("How many sacks?", max_new_tokens=4).token_ids
@@ -121,7 +122,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> Non
 
 def test_a_chat_answers_one_turn_at_a_time(llama: Path) -> None:
     chat = new_llm(llama).chat(text_of(300))
-    with pytest.raises(InputError, match="this chat is answering a turn"):
+    with refused("unavailable"):
         chat.ask("Which mill?", max_new_tokens=40, on_text=lambda piece: chat.ask("How many sacks?"))
     assert chat.turns == []
 

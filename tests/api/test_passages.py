@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of
+from refusals import refused
 
-from kvsift import LLM, InputError
+from kvsift import LLM
 from kvsift.api.passages import MOST_SPANS, Passages, passages_of
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.layer.selection_log import LayerSelections, SelectionLog
@@ -187,12 +188,12 @@ def test_a_step_that_failed_counts_once(llama: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_has_no_passages_is_refused(llama: Path) -> None:
     eager = LLM(llama, f"quest:{SMALL}", device="cpu", path="eager")
-    with pytest.raises(InputError, match="Give path='composed', or leave out passages"):
+    with refused("conflict"):
         eager.generate(text_of(300), passages=True)
-    with pytest.raises(InputError, match="parts of a document, and there is none"):
+    with refused("missing_input"):
         new_llm(llama).chat().ask("Who?", passages=True)
     slow = type("SlowTokenizer", (), {"is_fast": False})()
-    with pytest.raises(InputError, match="SlowTokenizer does not"):
+    with refused("unsupported_prompt: SlowTokenizer"):
         offsets_of(slow, "text")
 
 

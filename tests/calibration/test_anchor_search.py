@@ -8,9 +8,9 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from kvsift.calibration.anchor_search import Gains, best_anchors, choices, choose
-from kvsift.errors import InputError
 
 SHARES = st.one_of(st.floats(0, 1), st.just(-inf))
 
@@ -75,7 +75,7 @@ def test_a_table_by_hand() -> None:
 
 def test_numbers_of_anchors_that_cannot_be_are_refused() -> None:
     apart = [[1, -inf], [-inf, 1]]
-    with pytest.raises(InputError, match="3 anchors are more than the 2 layers"):
+    with refused("invalid_value"):
         choose(apart, 3, 0.0)
-    with pytest.raises(InputError, match=r"1 anchors are too few: .* Give at least 2\."):
+    with refused("invalid_value"):
         choose(apart, 1, 0.0)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from contracts.harness import SHAPE, draw_tokens
 from engine.tiny_directory import text_of, write_model
+from refusals import refused
 from torch import Tensor
 
 from kvsift import LLM
 from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.layer_calibration import LayerOptions, LayerPairs, calibrate_layers, compare
-from kvsift.errors import InputError
 from kvsift.methods.common.anchors import read
 
 LENGTH, DECODED, SELECTED = 200, 6, 20
@@ -112,16 +112,16 @@ def test_the_file_holds_what_was_found_and_plans_run_by_it(llm: LLM, text: Decod
     seqs = {seq["layer"]: seq["visible_tokens"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
     assert {layer for layer, visible in seqs.items() if visible <= 64} == set(found.reuse)
     other = LLM(write_model(tmp_path / "other", seed=9), plan)
-    with pytest.raises(InputError, match="is for another model"):
+    with refused("other_model"):
         other.generate(text_of(300), max_new_tokens=3)
     deeper = LLM(write_model(tmp_path / "shallow", num_hidden_layers=2), plan)
-    with pytest.raises(InputError, match="layers 2, which kvsift does not attend"):
+    with refused("other_model"):
         deeper.generate(text_of(300), max_new_tokens=3)
 
 
 def test_what_cannot_be_compared_is_refused_and_nothing_written(llm: LLM, text: DecodedText, tmp_path: Path) -> None:
     for options in (LayerOptions(512), LayerOptions(SELECTED, dense_layers=(0, 1, 2))):
-        with pytest.raises(InputError, match="there is nothing to compare"):
+        with refused("too_short"):
             calibrate_layers(llm, [text], {}, tmp_path / "anchors.json", options)
     assert list(tmp_path.iterdir()) == []
 
@@ -137,5 +137,5 @@ def test_layers_that_kvsift_does_not_attend_are_no_part_of_it(tmp_path: Path) ->
     answer = llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:anchors={out}", max_new_tokens=3)
     seqs = {seq["layer"]: seq["sparse_queries"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
     assert {layer for layer, sparse in seqs.items() if sparse} == {5}
-    with pytest.raises(InputError, match="layer 5 reuses the selection of layer 3"):
+    with refused("unsupported_plan: layer 5 reuses the selection of layer 3"):
         llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=3:anchors={out}")

@@ -10,8 +10,9 @@ import pytest
 from engine.test_exact import write_wide
 from engine.tiny_directory import text_of, write_anchors
 from models.gguf_files import write_gguf
+from refusals import refused
 
-from kvsift import LLM, InputError, make_cache, native, parse_plan
+from kvsift import LLM, make_cache, native, parse_plan
 from kvsift.checkpoint import fingerprint
 from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, TunedPlan, default_path, write
 
@@ -111,5 +112,5 @@ def test_exact_answers_need_no_guard(tmp_path: Path) -> None:
                    llm.generate(TEXT, plan="auto", max_new_tokens=4, exact=True)):  # fmt: skip
         assert (answer.plan, answer.token_ids) == (DEFAULT_PLAN, dense.token_ids)
     assert llm.read(TEXT).ask("What does it grind?", max_new_tokens=2, exact=True).plan == DEFAULT_PLAN
-    with pytest.raises(InputError, match="min_recovery has nothing to guard"):
+    with refused("unsupported_plan: min_recovery has nothing to guard"):
         llm.generate(TEXT, plan="quest:budget=128:min_recovery=0.9", exact=True)

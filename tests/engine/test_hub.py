@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from models.gguf_files import write_gguf
+from refusals import refused
 
-from kvsift import LLM, InputError
+from kvsift import LLM
 from kvsift.models.hf import model_directory
 from kvsift.models.hf.model_directory import HUB_FILES, NOT_HUB_FILES
 
@@ -78,7 +79,7 @@ def test_why_a_model_cannot_be_downloaded_is_said(monkeypatch: pytest.MonkeyPatc
         raise error()
 
     monkeypatch.setattr(DOWNLOAD, fail)
-    with pytest.raises(InputError, match="there is no directory some-lab/Tiny-1B here") as refusal:
+    with refused("missing_file: some-lab/Tiny-1B") as refusal:
         LLM("some-lab/Tiny-1B")
     assert says in str(refusal.value)
 
@@ -86,7 +87,7 @@ def test_why_a_model_cannot_be_downloaded_is_said(monkeypatch: pytest.MonkeyPatc
 def test_offline_a_model_that_is_not_cached_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(InputError, match="As a model of") as refusal:
+    with refused("missing_file") as refusal:
         LLM("some-lab/Tiny-1B")
     assert "unset HF_HUB_OFFLINE" in str(refusal.value)
     assert str(refusal.value).count("\n") == 0
@@ -95,7 +96,7 @@ def test_offline_a_model_that_is_not_cached_is_refused(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("given", ["gpt2", "./some-lab/Tiny-1B", "/some-lab/Tiny-1B", "a/b/c", "some-lab/", "~/model"])
 def test_what_can_only_be_a_path_is_not_looked_up(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_directory, "snapshot_download", lambda *args, **options: pytest.fail("downloaded"))
-    with pytest.raises(InputError, match="is not a directory") as refusal:
+    with refused("missing_file") as refusal:
         LLM(given)
     assert "such as Qwen/Qwen3-4B" in str(refusal.value)
 
@@ -115,14 +116,12 @@ def test_a_gguf_file_of_a_model_is_downloaded_with_its_other_parts(
     assert not fnmatch("Q4_0/tiny.gguf", options["allow_patterns"][0])
     assert llm.directory.name == "tiny"
     assert llm.generate("Once", max_new_tokens=2).token_ids
-    with pytest.raises(
-        InputError, match=r"some-lab/Tiny-GGUF on huggingface\.co has no file Q9\.gguf, or it is not in"
-    ):
+    with refused("missing_file: some-lab/Tiny-GGUF"):
         LLM("some-lab/Tiny-GGUF:Q9.gguf")
 
 
 @pytest.mark.parametrize("given", ["model.gguf", "some-lab/model.gguf", "/some-lab/model.gguf"])
 def test_a_gguf_file_that_does_not_exist_is_not_looked_up(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DOWNLOAD, lambda *args, **options: pytest.fail("downloaded"))
-    with pytest.raises(InputError, match=f"^there is no file {given}"):
+    with refused(f"missing_file: {given}"):
         LLM(given)

@@ -9,8 +9,9 @@ import pytest
 from engine.apart import DEVICES, QUEST, llm
 from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
+from refusals import refused
 
-from kvsift import LLM, InputError, native
+from kvsift import LLM, native
 from kvsift.indexes.graph import GraphIndex
 from kvsift.stores.resident import SLACK_TOKENS
 from kvsift.stores.split import SplitStore
@@ -62,11 +63,11 @@ def test_the_device_holds_sinks_window_and_some_slack(device: str, directory: Pa
 
 
 def test_sparse_prefill_is_refused(directory: Path) -> None:
-    with pytest.raises(InputError, match="with placement=split prefill is dense"):
+    with refused("unsupported_plan: with placement=split prefill is dense"):
         LLM(directory, "prefill=quoka:budget=512", placement="split")
-    with pytest.raises(InputError, match="unknown placement 'disk'"):
+    with refused("unknown_name: placement"):
         LLM(directory, QUEST, placement="disk")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="in host memory"):
+    with refused("unsupported_plan: its keys and values are in host memory"):
         LLM(directory, QUEST, placement="split", path="captured").generate("Once")
 
 

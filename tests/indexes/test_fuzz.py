@@ -11,10 +11,10 @@ import os
 import pytest
 import torch
 from indexes.brute_force import Layers, assert_exact, assert_true_of_what_was_found, attention, needs_core
+from refusals import refused
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
 from kvsift.indexes import auto, trial
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index
@@ -159,21 +159,21 @@ def test_what_is_not_a_number_is_refused(odd: float) -> None:
             AutoIndex.build(keys, None),
         ]
         for index in indexes:
-            with pytest.raises(InputError, match="NaN"):
+            with refused("not_finite"):
                 index.search(bad, keys, k)
         if not keys.shape[1]:
             continue
         broken = keys.clone()
         broken[-1, layers.random.randrange(keys.shape[1]), 0] = odd
         samples = samples_for(layers, queries)
-        with pytest.raises(InputError, match="keys hold NaN"):
+        with refused("not_finite"):
             FlatIndex.build(broken)
-        with pytest.raises(InputError, match="keys hold NaN"):
+        with refused("not_finite"):
             FlatIndex.build(broken, codes="int8")
-        with pytest.raises(InputError, match="keys hold NaN"):
+        with refused("not_finite"):
             GraphIndex.build(broken, samples)
-        with pytest.raises(InputError, match="keys hold NaN"):
+        with refused("not_finite"):
             AutoIndex.build(broken, samples)
         for empty in (FlatIndex.build(keys[:, :0]), GraphIndex.build(keys[:, :0], samples)):
-            with pytest.raises(InputError, match="keys hold NaN"):
+            with refused("not_finite"):
                 empty.extend(broken)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.conftest import DEVICE, needs_triton
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.kernels import block_pages, summarise_slots
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format, summarise
@@ -46,7 +46,7 @@ def test_pages_are_the_blocks_tokens_and_their_rows_share_no_memory(layout: str,
 
 
 def test_blocks_without_a_stride_are_refused() -> None:
-    with pytest.raises(InputError, match="take --block-size 16"):
+    with refused("invalid_tensor: --block-size 16"):
         BlockPages.of(torch.zeros(3, HEADS, 40, 2 * DIM), PAGE)
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, answers, assert_same_answer, draw_tokens
+from refusals import refused
 from stores.pools import fixed_pool
 
-from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.kv_pool import KVPool
@@ -101,7 +101,7 @@ def test_a_pool_that_is_held_does_not_grow() -> None:
 def test_a_pool_has_one_page_size() -> None:
     kv = KVPool(fixed_pool(40))
     runner(PLANS[0], kv)
-    with pytest.raises(InputError, match="the pool has pages of 4 tokens, and the plan needs pages of 8"):
+    with refused("unsupported_plan"):
         runner("quest:budget=40:sinks=4:window=8:dense_layers=none:page_size=8", kv)
 
 

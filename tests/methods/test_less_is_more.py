@@ -8,9 +8,9 @@ import pytest
 import torch
 from contracts.checks import messages_between_layers_stay_in_their_sequence_and_pass as pass_alone
 from contracts.harness import SHAPE, Asked, Runner, Stack, Tokens, draw_tokens, spy
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.less_is_more import LessIsMore, merged_ranking
 from kvsift.methods.tidal_decode import TidalDecode
@@ -162,7 +162,7 @@ def test_a_shallow_model_corrects_its_choice_by_default(correction: Any, choosin
 )
 def test_a_correction_layer_that_the_model_lacks_is_refused(layers: range, says: str) -> None:
     for spec in ("less_is_more:correction=12", "prefill=tidal_decode:correction=12"):
-        with pytest.raises(InputError, match=f"correction=12 is no layer that kvsift attends in this model; {says}"):
+        with refused(f"invalid_value: {says}"):
             parse_plan(spec).check_layers(layers)
     parse_plan("both=less_is_more:correction=none").check_layers(layers)
 
@@ -177,5 +177,5 @@ def test_a_correction_layer_that_the_model_lacks_is_refused(layers: range, says:
 )
 def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
     for method in (LessIsMore, TidalDecode):
-        with pytest.raises(InputError, match=next(iter(wrong))):
+        with refused(f"invalid_value: {next(iter(wrong))}"):
             method(**wrong)

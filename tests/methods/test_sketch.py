@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from contracts.harness import SHAPE, Runner, Tokens, answers, draw_tokens
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods.sketch import Sketch
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
@@ -85,7 +85,7 @@ def test_heads_vote_by_their_shares_of_attention() -> None:
 
 
 def test_a_wrong_number_of_bits_is_refused() -> None:
-    with pytest.raises(InputError, match="bits=3"):
+    with refused("invalid_value: bits=3"):
         Sketch(bits=3)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="page_size=0"):
+    with refused("invalid_value: page_size=0"):
         Sketch(page_size=0)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
 from kvsift.kernels.merge import merge_reference
 from kvsift.native import twins
 from kvsift.types import Part
@@ -80,9 +80,9 @@ def test_tokens_that_are_attended_together_get_the_bits_that_each_gets_alone(
 
 def test_tokens_without_a_key_of_their_own_are_refused(core: None) -> None:
     queries, keys, values = qkv((2, 2, 64, 3), torch.float32)
-    with pytest.raises(InputError, match="4 tokens and 3 keys"):
+    with refused("invalid_tensor"):
         native.attend_dense(queries.unsqueeze(1).expand(4, 4, 64), keys, values, 0.1)
-    with pytest.raises(InputError, match="shares"):
+    with refused("invalid_tensor"):
         native.attend_dense(queries, keys, values, 0.1, shares=torch.empty(2, 2))
 
 
@@ -190,15 +190,15 @@ def test_the_answer_does_not_depend_on_the_number_of_threads(level: str) -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda q, k, v: (q, k[..., :100], v[..., :100]), "multiple of 8"),
-        (lambda q, k, v: (q, k.half(), v.half()), "bfloat16 or float32"),
-        (lambda q, k, v: (q, k, v[:, :3]), "same shape"),
-        (lambda q, k, v: (q, k.transpose(0, 1), v.transpose(0, 1)), "contiguous"),
-        (lambda q, k, v: (q[:3], k, v), "multiple of the 2 KV heads"),
-        (lambda q, k, v: (q, torch.zeros(2, 4, 512), torch.zeros(2, 4, 512)), "at most 256"),
+        (lambda q, k, v: (q, k[..., :100], v[..., :100]), "invalid_tensor"),
+        (lambda q, k, v: (q, k.half(), v.half()), "invalid_tensor"),
+        (lambda q, k, v: (q, k, v[:, :3]), "invalid_tensor"),
+        (lambda q, k, v: (q, k.transpose(0, 1), v.transpose(0, 1)), "invalid_tensor"),
+        (lambda q, k, v: (q[:3], k, v), "invalid_tensor"),
+        (lambda q, k, v: (q, torch.zeros(2, 4, 512), torch.zeros(2, 4, 512)), "invalid_tensor: 256"),
     ],
 )
 def test_what_the_core_cannot_read_is_refused(core: None, change, words: str) -> None:  # type: ignore[no-untyped-def]
     queries, keys, values = qkv((2, 2, 128, 20), torch.float32)
-    with pytest.raises(InputError, match=words):
+    with refused(words):
         native.attend_dense(*change(queries, keys, values), 0.1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES
@@ -107,96 +107,96 @@ def test_a_bare_method_goes_to_decode_if_it_can_and_to_prefill_if_not() -> None:
 
 
 REFUSED = [
-    ("qest:budget=64", "unknown method 'qest'; did you mean 'quest'? Known: critiprefill, dense, "),
-    ("zzzzzz", "unknown method 'zzzzzz'. Known: critiprefill, dense, "),
-    ("quest:budgt=64", "unknown key of quest 'budgt'; did you mean 'budget'? Known: block_pages, budget, compat, "),
-    ("quest:pagesize=64", "did you mean 'page_size'?"),
-    ("streaming_llm:page_size=64", "unknown key of streaming_llm 'page_size'"),
-    ("dense:budget=64", "dense sees everything and takes no settings; leave out budget"),
-    ("prefil=quest,decode=quest", "unknown phase 'prefil'; did you mean 'prefill'? Known: both, decode, prefill"),
-    ("quest:budget=1024,decode=dense", "unknown phase 'quest'"),
-    ({"prefil": "quest"}, "unknown phase 'prefil'; did you mean 'prefill'?"),
-    ("decode=quest,decode=random", "decode is given twice in 'decode=quest,decode=random'"),
-    ("both=random,decode=quest", "decode is given twice in 'both=random,decode=quest'"),
-    ({"prefill": "random", "both": "random"}, "prefill is given twice in {'prefill': 'random', 'both': 'random'}"),
-    ("both=quest", "quest selects in decode, not in prefill. Leave prefill out"),
-    ("quest:budget=1:budget=2", "budget is given twice in 'quest:budget=1:budget=2'"),
-    ("decode=", "decode= is empty in 'decode='; write for instance decode=dense"),
-    ("prefill=dense,decode= ", "decode= is empty"),
-    ("quest:budget", "'budget' in 'quest:budget' must be key=value, for instance budget=1024"),
-    ("quest:=5", "'=5' in 'quest:=5' must be key=value"),
-    ("quest:", "'' in 'quest:' must be key=value"),
-    ("quest,budget=100", "'quest,budget=100' has a comma before an option"),
-    ("quest:budget=100, window=32", "Did you mean 'quest:budget=100:window=32'?"),
-    ("prefill=quoka,chunk=128,decode=quest", "Did you mean 'prefill=quoka:chunk=128,decode=quest'?"),
-    ("quest,loki", "unknown phase 'quest'. Known: both, decode, prefill"),
-    ("", "a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got ''"),
-    (5, "a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got 5"),
-    ({"decode": 5}, "a phase is given as text, a table with the key 'method', a Rule or a Method; got 5"),
-    (Quest, "Quest is a class of methods, and a plan takes an object: Quest()."),
-    ({"decode": Quest}, "Quest is a class of methods, and a plan takes an object: Quest()."),
-    ({"method": Quest()}, "A Method object stands in a Rule, such as Rule(method, Budget(tokens=1024))."),
-    ({"decode": {"budget": 5}}, "a phase is given as text, a table with the key 'method', a Rule or a Method; got {"),
-    ("quest:budget=-5", "budget=-5 must be a whole number, 1 or more"),
-    ("quest:budget=1e3", "budget=1000.0 must be a whole number"),
-    ("quest:budget=many", "budget='many' must be a whole number"),
-    ("quest:ratio=2", "ratio=2 must be a share: greater than 0 and at most 1"),
-    ("quest:mass=0", "mass=0 must be a share"),
-    ("quest:dense_layers=-1", "dense_layers=-1 must be layer numbers such as 0+1, or none"),
-    ("quest:dense_layers=0,1", "unknown phase"),
-    ("quest:page_size=0", "page_size=0 must be a whole number, 1 or more"),
-    ("quest:page_size=1.5", "page_size=1.5 must be a whole number, 1 or more"),
-    ("quest:heads=both", "heads='both' must be 'auto', 'query' or 'kv'"),
-    ("quest:score_by=best", "Known: centroid_radius, log_mass, mean_std, minmax, minmax_fp8"),
-    ("quest:prefilter=0.5", "prefilter=0.5 must be 0 (score every page), or 1 or more"),
-    ("quest:prefilter=-1", "prefilter=-1 must be 0 (score every page), or 1 or more"),
-    ("quest:prefilter=nan", "prefilter=nan must be 0 (score every page), or 1 or more"),
-    ("quest:prefilter=inf", "prefilter=inf must be 0 (score every page), or 1 or more"),
-    ("quest:prefilter=yes", "prefilter='yes' must be 0 (score every page), or 1 or more"),
-    ({"method": "quest", "prefilter": True}, "prefilter=True must be 0 (score every page), or 1 or more"),
-    ("quest:prefilter=4:block_pages=1", "block_pages=1 must be a whole number, 2 or more"),
-    ("quest:block_pages=4", "block_pages=4 means nothing without prefilter; add for instance prefilter=8"),
-    ("quest:prefilter=4:score_by=log_mass", "summaries that merge into those of larger blocks: minmax and minmax_fp8"),
-    ("quest:prefilter=4:compat=paper", "heads='query' and score_by='minmax' without prefilter"),
-    ("quest:prefilter=4:mass=0.9", "quest with prefilter=4 leaves pages unscored, whose share of attention is unknown"),
-    ("quest:compat=pape", "compat='pape' must be 'paper', 'code' or left out"),
-    ("quest:compat=paper:heads=kv", "compat='paper' means heads='query' and score_by='minmax'"),
-    ("quest:compat=code:score_by=mean_std", "compat='code' means heads='query' and score_by='minmax'"),
-    ("quoka:chunk=8", "chunk=8 must be a whole number, 16 or more"),
-    ("quoka:queries=0", "queries=0 must be a whole number, 1 or more"),
-    ("quoka:mode=paired", "mode='paired' must be 'shared', 'paired_sorted' or 'max_of_mean_exact'"),
-    ("quoka:score=cos", "score='cos' must be 'cosine' or 'dot'"),
-    ("quoka:reduce=sum", "reduce='sum' must be 'max' or 'mean'"),
-    ("quoka:prefilter=0.5", "prefilter=0.5 must be 0 (score every token), or 1 or more"),
-    ("quoka:page_size=32", "page_size=32 means nothing without prefilter; add for instance prefilter=8"),
-    ("quoka:mass=0.9", "quoka estimates no attention mass"),
-    ("critiprefill:block=24", "block=24 must be a multiple of page_size=16"),
-    ("critiprefill:segment=0", "segment=0 must be a whole number, 16 or more"),
-    ("critiprefill:estimator=best", "estimator='best' must be 'code', 'paper' or 'bound'"),
-    ("critiprefill:fusion=1", "fusion=1 must be true or false"),
-    ("critiprefill:weight_current=2", "weight_current=2 must be a share: from 0 to 1"),
-    ("critiprefill:fusion=false:weight_current=0.5", "weight_current=0.5 means nothing without fusion"),
-    ("decode=critiprefill", "critiprefill selects in prefill, not in decode"),
-    ("prefill=critiprefill:block=64:page_size=32,decode=quest", "pages of 16 and 32 tokens"),
-    ("sample_attention:compat=code", "compat='code' must be 'paper' or left out"),
-    ("sparq:channels=0", "channels=0 must be a whole number, 1 or more"),
-    ("loki:rank=0", "rank=0 must be a whole number, 1 or more"),
-    ("less_is_more:correction=-1", "correction=-1 must be a whole number, 0 or more, or 'auto', or 'none'"),
-    ("random:seed=-1", "seed=-1 must be a whole number, 0 or more"),
-    ("random:mass=0.5", "random estimates no attention mass; give budget or ratio, not mass"),
-    ("streaming_llm:mass=0.5", "streaming_llm estimates no attention mass"),
+    ("qest:budget=64", "unknown_name: 'qest'; did you mean 'quest'?"),
+    ("zzzzzz", "unknown_name: critiprefill, dense"),
+    ("quest:budgt=64", "unknown_name: of quest 'budgt'; did you mean 'budget'?"),
+    ("quest:pagesize=64", "unknown_name: did you mean 'page_size'?"),
+    ("streaming_llm:page_size=64", "unknown_name: of streaming_llm 'page_size'"),
+    ("dense:budget=64", "unused_option: budget"),
+    ("prefil=quest,decode=quest", "invalid_value: 'prefil'"),
+    ("quest:budget=1024,decode=dense", "invalid_value: unknown phase 'quest'"),
+    ({"prefil": "quest"}, "unknown_name: 'prefil'; did you mean 'prefill'?"),
+    ("decode=quest,decode=random", "invalid_value: 'decode=quest,decode=random'"),
+    ("both=random,decode=quest", "invalid_value: 'both=random,decode=quest'"),
+    ({"prefill": "random", "both": "random"}, "invalid_value: {'prefill': 'random', 'both': 'random'}"),
+    ("both=quest", "unsupported_plan: prefill"),
+    ("quest:budget=1:budget=2", "invalid_value: 'quest:budget=1:budget=2'"),
+    ("decode=", "invalid_value: 'decode='"),
+    ("prefill=dense,decode= ", "invalid_value: decode"),
+    ("quest:budget", "invalid_value: 'quest:budget'"),
+    ("quest:=5", "invalid_value: 'quest:=5'"),
+    ("quest:", "invalid_value: 'quest:'"),
+    ("quest,budget=100", "invalid_value: 'quest,budget=100'"),
+    ("quest:budget=100, window=32", "invalid_value: 'quest:budget=100:window=32'"),
+    ("prefill=quoka,chunk=128,decode=quest", "invalid_value: 'prefill=quoka:chunk=128,decode=quest'"),
+    ("quest,loki", "invalid_value: unknown phase 'quest'. Known: both, decode, prefill"),
+    ("", "invalid_value: ''"),
+    (5, "invalid_value"),
+    ({"decode": 5}, "invalid_value"),
+    (Quest, "invalid_value: Quest"),
+    ({"decode": Quest}, "invalid_value: Quest"),
+    ({"method": Quest()}, "invalid_value"),
+    ({"decode": {"budget": 5}}, "invalid_value: {'budget': 5}"),
+    ("quest:budget=-5", "invalid_value: budget=-5"),
+    ("quest:budget=1e3", "invalid_value: budget=1000.0"),
+    ("quest:budget=many", "invalid_value: budget='many'"),
+    ("quest:ratio=2", "invalid_value: ratio=2"),
+    ("quest:mass=0", "invalid_value: mass=0"),
+    ("quest:dense_layers=-1", "invalid_value: dense_layers=-1"),
+    ("quest:dense_layers=0,1", "invalid_value: unknown phase"),
+    ("quest:page_size=0", "invalid_value: page_size=0"),
+    ("quest:page_size=1.5", "invalid_value: page_size=1.5"),
+    ("quest:heads=both", "invalid_value: heads='both'"),
+    ("quest:score_by=best", "unknown_name: centroid_radius, log_mass, mean_std, minmax, minmax_fp8"),
+    ("quest:prefilter=0.5", "invalid_value: prefilter=0.5"),
+    ("quest:prefilter=-1", "invalid_value: prefilter=-1"),
+    ("quest:prefilter=nan", "invalid_value: prefilter=nan"),
+    ("quest:prefilter=inf", "invalid_value: prefilter=inf"),
+    ("quest:prefilter=yes", "invalid_value: prefilter='yes'"),
+    ({"method": "quest", "prefilter": True}, "invalid_value: prefilter=True"),
+    ("quest:prefilter=4:block_pages=1", "invalid_value: block_pages=1"),
+    ("quest:block_pages=4", "unused_option: block_pages=4"),
+    ("quest:prefilter=4:score_by=log_mass", "conflict: minmax and minmax_fp8"),
+    ("quest:prefilter=4:compat=paper", "conflict"),
+    ("quest:prefilter=4:mass=0.9", "unsupported_plan: prefilter=4"),
+    ("quest:compat=pape", "invalid_value: compat='pape'"),
+    ("quest:compat=paper:heads=kv", "conflict: compat='paper'"),
+    ("quest:compat=code:score_by=mean_std", "conflict: compat='code'"),
+    ("quoka:chunk=8", "invalid_value: chunk=8"),
+    ("quoka:queries=0", "invalid_value: queries=0"),
+    ("quoka:mode=paired", "invalid_value: mode='paired'"),
+    ("quoka:score=cos", "invalid_value: score='cos'"),
+    ("quoka:reduce=sum", "invalid_value: reduce='sum'"),
+    ("quoka:prefilter=0.5", "invalid_value: prefilter=0.5"),
+    ("quoka:page_size=32", "unused_option: page_size=32"),
+    ("quoka:mass=0.9", "unsupported_plan: quoka estimates no attention mass"),
+    ("critiprefill:block=24", "invalid_value: page_size=16"),
+    ("critiprefill:segment=0", "invalid_value: segment=0"),
+    ("critiprefill:estimator=best", "invalid_value: estimator='best'"),
+    ("critiprefill:fusion=1", "invalid_value: fusion=1"),
+    ("critiprefill:weight_current=2", "invalid_value: weight_current=2"),
+    ("critiprefill:fusion=false:weight_current=0.5", "unused_option: weight_current=0.5"),
+    ("decode=critiprefill", "unsupported_plan: critiprefill"),
+    ("prefill=critiprefill:block=64:page_size=32,decode=quest", "unsupported_plan: pages of 16 and 32 tokens"),
+    ("sample_attention:compat=code", "invalid_value: compat='code'"),
+    ("sparq:channels=0", "invalid_value: channels=0"),
+    ("loki:rank=0", "invalid_value: rank=0"),
+    ("less_is_more:correction=-1", "invalid_value: correction=-1"),
+    ("random:seed=-1", "invalid_value: seed=-1"),
+    ("random:mass=0.5", "unsupported_plan: random estimates no attention mass; give budget or ratio, no"),
+    ("streaming_llm:mass=0.5", "unsupported_plan: streaming_llm estimates no attention mass"),
     (
         "quest:budget=64",
-        "budget=64 leaves nothing to select: sinks=4 and window=64 take up to 95 tokens in units of 16",
+        "invalid_value: budget=64",
     ),
-    ("prefill=quest", "quest selects in decode, not in prefill. Leave prefill out to stay dense there"),
-    ("prefill=oracle_tokens:window=0", "window=0 works in decode only: in prefill a query must see itself"),
+    ("prefill=quest", "unsupported_plan: prefill"),
+    ("prefill=oracle_tokens:window=0", "unsupported_plan: window=0"),
 ]
 
 
 @pytest.mark.parametrize(("spec", "message"), REFUSED, ids=[str(spec) for spec, _ in REFUSED])
 def test_what_cannot_be_is_refused_with_what_was_given_and_what_is_possible(spec: Any, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
+    with refused(message):
         parse_plan(spec)
 
 
@@ -218,25 +218,25 @@ def test_a_value_of_the_wrong_type_is_refused_like_any_other(spec: Any) -> None:
 
 
 def test_a_mistyped_phase_is_not_taken_for_a_method() -> None:
-    with pytest.raises(InputError, match="unknown phase 'decod'; did you mean 'decode'"):
+    with refused("invalid_value: unknown phase 'decod'; did you mean 'decode'"):
         parse_plan("decod=quest:budget=1024")
 
 
 def test_a_budget_that_can_never_select_in_prefill_is_refused() -> None:
     """What the others of a segment see of it comes on top of the budget; sinks and window of the first do not."""
-    with pytest.raises(InputError, match="leaves nothing to select: sinks=4 and window=64 take up to 68 tokens"):
+    with refused("invalid_value: window=64"):
         parse_plan("prefill=oracle_tokens:budget=68:sinks=4:window=64")
     assert parse_plan("prefill=oracle_tokens:budget=69:sinks=4:window=64").prefill is not None
 
 
 def test_a_window_that_is_not_used_is_refused() -> None:
     """StreamingLLM's window is what sinks leave of the budget; one that is asked for would be ignored in silence."""
-    with pytest.raises(InputError, match="window"):
+    with refused("unsupported_plan: window"):
         parse_plan("streaming_llm:budget=1024:window=16")
 
 
 def test_sinks_that_leave_no_window_are_refused() -> None:
-    with pytest.raises(InputError, match="budget=4"):
+    with refused("invalid_value: budget=4"):
         parse_plan("streaming_llm:budget=4:sinks=4")
 
 
@@ -247,7 +247,7 @@ class PagesInPrefill(SummaryMethod):
 
 def test_two_sizes_of_summarised_pages_are_refused() -> None:
     prefill = Rule(PagesInPrefill(page_size=32))
-    with pytest.raises(InputError, match=r"pages of 16 and 32 tokens; .* Give both the same page_size"):
+    with refused("unsupported_plan"):
         Plan(prefill=prefill, decode=Rule(Quest()))
     assert Plan(prefill=prefill, decode=Rule(Quest(page_size=32))).page_size == 32
     assert Plan(prefill=Rule(OraclePages(page_size=8)), decode=Rule(Quest())).page_size == 16  # oracles keep none

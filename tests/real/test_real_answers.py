@@ -11,12 +11,13 @@ import torch
 from ends import set_ends
 from real.conftest import EXCERPTS, PLAN, excerpt
 from real.smollm2 import smollm2
+from refusals import refused
 from server.serving import Served, events, texts
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvsift
-from kvsift import LLM, InputError, Sampling
+from kvsift import LLM, Sampling
 from kvsift.api.document import Document
 
 pytestmark = pytest.mark.real
@@ -145,7 +146,7 @@ def test_a_served_stream_is_the_answer_of_the_library(served: Served, llm: LLM) 
 
 def test_a_prompt_beyond_its_positions_is_refused(served: Served, llm: LLM) -> None:
     too_long = "".join(map(excerpt, EXCERPTS))  # 8,733 tokens
-    with pytest.raises(InputError, match=r"made for 8,192 positions"):
+    with refused("context_length_exceeded: 8,192"):
         llm.generate(too_long, max_new_tokens=1)
     with served.client() as client:
         response = client.post("/v1/chat/completions", json={**asked(too_long), "stream": False})

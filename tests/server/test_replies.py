@@ -11,11 +11,11 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, write_tokenizer
 from engine.tiny_tokenizers import SPACE, byte_fallback, byte_level
+from refusals import refused
 from server.fake_worker import USAGE
 
 from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
@@ -47,7 +47,7 @@ def test_messages_without_a_template_are_a_document_and_questions(tokenizer: Any
 
 @pytest.mark.parametrize("roles", [[], [ASSISTANT], [USER, USER], [USER, ASSISTANT], [ASSISTANT, USER]])
 def test_messages_without_a_template_take_turns(tokenizer: Any, roles: list[str]) -> None:
-    with pytest.raises(InputError, match="in turn, the user's first and last"):
+    with refused("invalid_value"):
         PromptFormat(tokenizer).encode_messages(said(*((role, "a") for role in roles)))
 
 

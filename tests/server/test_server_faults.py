@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from engine.tiny_directory import text_of
+from refusals import refused
 from server.serving import OPTIONS, Served, events, metric, texts, until
 
 import kvsift
 from kvsift.cli.main import main
-from kvsift.errors import InputError
 from kvsift.server.run import listen
 
 SLOW = "quest:budget=128:score_by=mean_std"  # composed on a CPU
@@ -221,7 +221,7 @@ def test_options_that_are_refused(
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(InputError, match=r"port \d+ of 127.0.0.1 is taken"):
+    with listen("127.0.0.1", 0) as taken, refused("unavailable: 127.0.0.1"):
         listen("127.0.0.1", taken.getsockname()[1])
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from refusals import refused
 
-from kvsift.errors import InputError
 from kvsift.server.api_errors import ApiError
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
@@ -156,7 +156,7 @@ def test_an_engine_without_a_sign_of_life_is_replaced(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_never_gets_ready_is_an_error() -> None:
     supervisor = Supervisor(ServerSettings(model={"model": "bad"}), print)
-    with pytest.raises(InputError, match="exited before it was ready"):
+    with refused("failed_process"):
         asyncio.run(supervisor.run())
 
 

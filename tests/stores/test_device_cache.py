@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.stores.device_cache import DeviceCache
 
 CPU = torch.device("cpu")
@@ -94,5 +94,5 @@ def test_any_order_of_wants_is_answered_from_the_pools() -> None:
 
 @pytest.mark.parametrize("tokens", [0, True, "many"])
 def test_no_room_is_refused(tokens: object) -> None:
-    with pytest.raises(InputError, match="device_cache"):
+    with refused("invalid_value"):
         DeviceCache(tokens, CPU)  # type: ignore[arg-type]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.stores.evicting import EvictingStore
 from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape
@@ -155,9 +154,9 @@ def test_going_back_is_refused_once_something_is_gone() -> None:
     store.crop(0, 8)
     store.evict(0, 1, torch.tensor([[4]]), 7)
     store.crop(0, 8)  # nothing to forget
-    with pytest.raises(InputError, match=r"from 8 tokens to 7: 5 of them were dropped for good.*evict"):
+    with refused("evicted_tokens"):
         store.crop(0, 7)
-    with pytest.raises(InputError, match="no other plan"):
+    with refused("evicted_tokens"):
         store.repage(4, ())
     store.clear()
     fill(store, 0, 0, 3)

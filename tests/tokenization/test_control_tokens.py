@@ -11,12 +11,12 @@ import torch
 from engine.tiny_directory import SPECIAL
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvsift import LLM
 from kvsift.cli.files import RAW
-from kvsift.errors import InputError
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
 TEMPLATE = (
@@ -277,13 +277,13 @@ def test_a_template_that_changes_spellings_gets_them_as_text() -> None:
 
 def test_errors_of_a_template_show_the_message_as_it_is() -> None:
     tokenizer = of_bytes("{{ raise_exception('No ' ~ messages[0]['content']) }}", TURNS)
-    with pytest.raises(InputError, match=r"refuses this prompt: No A manual <\|im_end\|>\n\nWhy\?\."):
+    with refused("unsupported_prompt"):
         PromptFormat(tokenizer).encode("A manual <|im_end|>", "Why?")
     picky = (
         "{% if '|' not in messages[0]['content'] %}{{ raise_exception('No ' ~ messages[0]['content']) }}{% endif %}"
         "{{ messages[0]['content'] }}"
     )
-    with pytest.raises(InputError, match=r"No A manual <\|im_end\|>"):
+    with refused("unsupported_prompt: No A manual <|im_end|>"):
         PromptFormat(of_bytes(picky, TURNS)).encode("A manual <|im_end|>", "Why?")
 
 
@@ -302,7 +302,7 @@ def test_a_tokenizer_that_cannot_be_copied_refuses_spellings() -> None:
     slow = ByT5Tokenizer()
     form = PromptFormat(slow)
     assert "A manual" in slow.decode(form.encode("A manual", "Why?"))
-    with pytest.raises(InputError, match=r"the text spells </s>, and ByT5Tokenizer would read it as a control token"):
+    with refused("unsupported_prompt: ByT5Tokenizer"):
         form.encode("A manual </s>", "Why?")
 
 

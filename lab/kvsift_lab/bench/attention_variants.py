@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, MissingPackage, NotEnoughMemory
 from kvsift.kernels import sketch_launch
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_summary import row_format, summarise
@@ -49,11 +49,11 @@ class AttentionPoint:
 
     def __post_init__(self) -> None:
         if self.num_query_heads % self.num_kv_heads:
-            raise InputError(
+            raise InvalidValue(
                 f"shape {self.num_query_heads}/{self.num_kv_heads}: the query heads must be a multiple of the KV heads."
             )
         if self.context % self.page_size:
-            raise InputError(f"context {self.context} must be a multiple of the page size, {self.page_size}.")
+            raise InvalidValue(f"context {self.context} must be a multiple of the page size, {self.page_size}.")
         for kind in ("minmax", "sketch1"):
             budget, unit_size = self.lists(kind)
             budget.check(unit_size, selects=True)
@@ -118,7 +118,7 @@ class AttentionPoint:
         """
         set_bytes = self.dense_bytes + sum(map(self.summary_bytes, kinds))
         if 2 * set_bytes > free_bytes:
-            raise InputError(
+            raise NotEnoughMemory(
                 f"two sets of buffers need {2 * set_bytes / 2**30:.1f} GiB and {free_bytes / 2**30:.1f} GiB are free"
             )
         cold = ceil(COLD_BYTES / min(map(self.sparse_bytes, kinds))) + 1
@@ -280,7 +280,7 @@ def flashinfer(tensor_cores: bool) -> Build:
         try:
             import flashinfer
         except ImportError as error:
-            raise InputError(f"flashinfer cannot be imported ({error}); pip install flashinfer-python") from None
+            raise MissingPackage(f"flashinfer cannot be imported ({error}); pip install flashinfer-python") from None
         if point.batch > 1:
             return _flashinfer_pages(flashinfer, point, sets, tensor_cores)
 

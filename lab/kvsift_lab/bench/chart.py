@@ -7,7 +7,7 @@ import json
 from io import BytesIO
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingInput
 from kvsift_lab.bench.attention import OURS_DENSE, best_dense, floors, labels, medians, shapes, sparse_names
 from kvsift_lab.numbers import tokens
 
@@ -37,7 +37,7 @@ def attention_chart(result: dict[str, Any], file_format: str = "svg") -> bytes:
 
     columns = shapes(result)
     if not columns:
-        raise InputError("no point of this result was measured; there is nothing to draw.")
+        raise MissingInput("no point of this result was measured; there is nothing to draw.")
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(1 + 4 * len(columns), 6.6), layout="constrained")
         axes = figure.subplots(2, len(columns), sharex="col", sharey="row", squeeze=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
@@ -56,9 +56,11 @@ class DecodeRecipe(r.BenchRecipe):
         plan = parse_plan(self.plan)
         reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)
         if reason is not None:
-            raise InputError(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
+            raise UnsupportedPlan(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
         if self.anchors and not (plan.decode and isinstance(plan.decode.method, AnchoredMethod)):
-            raise InputError(f"--anchors {self.anchors}: no layer reuses selections under {self.plan!r}; sketch can.")
+            raise UnsupportedPlan(
+                f"--anchors {self.anchors}: no layer reuses selections under {self.plan!r}; sketch can."
+            )
 
 
 def tpot_s(point: Point, name: str) -> float | None:

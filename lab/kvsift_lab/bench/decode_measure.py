@@ -19,7 +19,7 @@ from kvsift.engine.graphs.crossover import measure_crossover
 from kvsift.engine.graphs.feeds import Assignment
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
@@ -55,7 +55,7 @@ def step_of(model: Any) -> Step:
     """
     kind, against = kind_of_step(model)
     if not kind:
-        raise InputError(f"steps of this model cannot be captured, so there is nothing to measure: {against[-1]}.")
+        raise UnsupportedPlan(f"steps of this model cannot be captured, so there is nothing to measure: {against[-1]}.")
     return DecoderStep(model) if kind == "fused" else TransformersStep(model)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench.report import Point, conditions, middle
 from kvsift_lab.numbers import table, tokens
@@ -57,10 +57,10 @@ class HostRecipe(r.BenchRecipe):
         r.check_groups(self.num_query_heads, self.num_kv_heads)
         r.require_known("data set", [self.data], SYNTHETIC)
         if self.budget < self.page_size:
-            raise InputError(f"a budget of {self.budget} tokens is less than a page of {self.page_size}; give more.")
+            raise InvalidValue(f"a budget of {self.budget} tokens is less than a page of {self.page_size}; give more.")
         r.require_known("index", [self.index], [NO_INDEX, *CONTENDERS])
         if short := [context for context in self.contexts if context < 2 * self.budget]:
-            raise InputError(
+            raise InvalidValue(
                 f"{short[0]} tokens are less than twice the budget, {self.budget}: there is little to select. Give "
                 "longer --contexts, or a smaller --budget."
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench.report import Point, conditions, middle
 from kvsift_lab.numbers import grouped, table, tokens
@@ -57,13 +57,13 @@ class IndexRecipe(r.BenchRecipe):
         r.require_some(self.data, self.indexes, self.ks, names="data set, index and k")
         r.require_some(self.contexts or not set(self.data) & set(SYNTHETIC), names="context")
         if (DUMPED in self.data) != bool(self.dumps):
-            raise InputError(
+            raise Conflict(
                 "data set P and a dump belong together: kvsift bench dump --out FILE makes one, and --dump FILE "
                 "reads it."
             )
         r.check_groups(self.num_query_heads, self.num_kv_heads)
         if not 0 < self.target <= 1:
-            raise InputError(f"--target {self.target:g} must be a recall above 0, and 1 at most.")
+            raise InvalidValue(f"--target {self.target:g} must be a recall above 0, and 1 at most.")
 
 
 def point_text(point: Point, known: Collection[str] = ()) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, TooShort
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.faiss_index import HNSWIndex, IVFIndex, load_faiss
 from kvsift.indexes.flat import FlatIndex
@@ -96,13 +96,13 @@ def of_dump(dump: Dump, layer: int, samples: int, num_decode: int, sinks: int, w
     recorded = dump.layer(layer)
     rows = dump.length - sinks - window
     if rows < 1:
-        raise InputError(
+        raise TooShort(
             f"{dump.path} has {dump.length} tokens, of which {sinks} sinks and a window of {window} are in no index. "
             "Dump a longer document."
         )
     num_queries = recorded.decode_queries.shape[1]
     if num_queries < 2:
-        raise InputError(f"{dump.path} has {num_queries} decode query; dump more questions, to tune and to test apart.")
+        raise TooShort(f"{dump.path} has {num_queries} decode query; dump more questions, to tune and to test apart.")
     prompt, decode = _spread(len(recorded.positions), samples), _spread(num_queries, num_decode)
     return Case(
         f"P {dump.name} layer {layer}",
@@ -184,7 +184,9 @@ class Contender(NamedTuple):
         """
         n = case.keys.shape[1]
         if self.most_rows is not None and n > self.most_rows:
-            raise InputError(f"its build takes too long for {n} keys of a head; it is measured up to {self.most_rows}")
+            raise InvalidValue(
+                f"its build takes too long for {n} keys of a head; it is measured up to {self.most_rows}"
+            )
         return self.build(case, k)
 
     def turn(self, index: Any, value: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidValue, unknown
 from kvsift.kernels.rerotate import rerotate
 from kvsift.types import Rope
 
@@ -84,7 +84,7 @@ def index_data(
     if kind not in SYNTHETIC:
         raise unknown("data set", kind, SYNTHETIC)
     if n < 1 or head_dim < 16 or head_dim % 2:
-        raise InputError(f"n = {n}, head_dim = {head_dim}: a data set needs n >= 1 and an even head_dim >= 16.")
+        raise InvalidValue(f"n = {n}, head_dim = {head_dim}: a data set needs n >= 1 and an even head_dim >= 16.")
     generator = torch.Generator().manual_seed(seed)
     rope = Rope(ROPE_BASE ** (-torch.arange(0, head_dim, 2) / head_dim))
     positions = torch.arange(num_samples) * n // num_samples

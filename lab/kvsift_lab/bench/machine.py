@@ -12,7 +12,7 @@ import torch
 from kvsift import native
 from kvsift.engine import provenance
 from kvsift.engine.memory import available_bytes
-from kvsift.errors import InputError
+from kvsift.errors import NotEnoughMemory, UnsupportedDevice
 from kvsift_lab.bench.timing import gpu_seconds
 
 H200_BANDWIDTH = 4.5e12  # bytes per second, read only: the best of several large reads
@@ -28,7 +28,7 @@ def require_gpu(bench: str) -> torch.device:
         InputError: if there is no NVIDIA GPU.
     """
     if not torch.cuda.is_available():
-        raise InputError(
+        raise UnsupportedDevice(
             f"kvsift bench {bench} times an NVIDIA GPU, and torch sees none here. Run it on a machine with one; "
             "results of the H200 are in docs/speed.md."
         )
@@ -67,7 +67,7 @@ def require_room(device: torch.device, num_bytes: float) -> None:
     """
     free = available_bytes(device)
     if free is not None and num_bytes > free:
-        raise InputError(f"its pools need {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free")
+        raise NotEnoughMemory(f"its pools need {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free")
 
 
 def gpu_facts() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue, UnsupportedPlan
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
@@ -48,7 +48,7 @@ class PrefillRecipe(r.BenchRecipe):
     def from_options(cls, given: Mapping[str, Any]) -> r.BenchRecipe:
         """Return the recipe of a model, or that of a layer."""
         if given["part"] not in ("ttft", "layer", "chunk"):
-            raise InputError(f"--part {given['part']} must be ttft, layer or chunk.")
+            raise InvalidValue(f"--part {given['part']} must be ttft, layer or chunk.")
         if given["part"] == "ttft":
             return super().from_options(given)
         return PrefillLayerRecipe.from_options(given)
@@ -78,7 +78,7 @@ class PrefillLayerRecipe(r.BenchRecipe):
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> PrefillLayerRecipe:
         if given["max_seconds"] is not None:
-            raise InputError(
+            raise Conflict(
                 f"--max-seconds works with --part ttft only; leave it out, or give fewer --contexts to {given['part']}."
             )
         specs = PrefillRecipe.options()
@@ -101,7 +101,7 @@ def refuse_dense(plans: tuple[str, ...]) -> None:
     for plan in plans:
         rule = parse_plan(plan).prefill
         if rule is None or rule.method.traits.unbounded:
-            raise InputError(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")
+            raise UnsupportedPlan(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")
 
 
 def ttft_table(result: dict[str, Any]) -> str:

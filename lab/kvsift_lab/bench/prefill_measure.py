@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingPackage
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.sparse_attention import SparseAttention
@@ -221,7 +221,7 @@ def fused_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, At
             try:
                 import flashinfer as library
             except ImportError as error:
-                raise InputError(f"flashinfer cannot be imported ({error})") from None
+                raise MissingPackage(f"flashinfer cannot be imported ({error})") from None
             tensors = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
             return library.single_prefill_with_kv_cache(*tensors, causal=True, sm_scale=scale, backend=backend)
 

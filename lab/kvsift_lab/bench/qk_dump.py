@@ -29,7 +29,7 @@ from torch import Tensor
 from kvsift.api.document import Document
 from kvsift.api.llm import LLM
 from kvsift.engine.provenance import versions_and_machine
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, MissingFile, UnreadableFile, UnsupportedModel, WrongFile
 from kvsift.methods.dense import Dense
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.sparse import SparseCache
@@ -81,9 +81,9 @@ def dump_attention(
     """
     num_layers = llm.directory.config.num_hidden_layers
     if missing := [layer for layer in layers or () if layer >= num_layers]:
-        raise InputError(f"there is no layer {missing[0]}: {llm.directory.name} has layers 0 to {num_layers - 1}.")
+        raise InvalidValue(f"there is no layer {missing[0]}: {llm.directory.name} has layers 0 to {num_layers - 1}.")
     if samples < 2:
-        raise InputError(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
+        raise InvalidValue(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
     recorder = RecordingDense(sample_positions(len(source.ids), samples), len(source.ids))
     plan = Plan(decode=Rule(recorder))
     document = Document(llm, source.ids, source.encode, plan, progress, PromptFormat(llm.tokenizer).stop)
@@ -118,7 +118,7 @@ def _recorded(
         layer_tensors = {"keys": keys, "values": values, "queries": queries, "decode_queries": decode_queries}
         tensors |= {f"{shape.layer}.{name}": file_copy(tensor) for name, tensor in layer_tensors.items()}
     if missing := sorted(set(layers or ()) - {layer["layer"] for layer in about}):
-        raise InputError(f"layer {missing[0]} of {model} has no full attention; leave it out.")
+        raise UnsupportedModel(f"layer {missing[0]} of {model} has no full attention; leave it out.")
     if rope is not None:
         tensors["rope.inv_freq"] = rope.inv_freq
     return tensors, {"layers": about, "interleaved": None if rope is None else rope.interleaved}
@@ -220,14 +220,14 @@ class Dump:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise InputError(f"the dump {path} does not exist. kvsift bench dump --out {path} makes one.")
+            raise MissingFile(f"the dump {path} does not exist. kvsift bench dump --out {path} makes one.")
         try:
             with safe_open(path, framework="pt") as file:
                 self.about: dict[str, Any] = json.loads((file.metadata() or {}).get("kvsift", "{}"))
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
-            raise InputError(f"{path} cannot be read as a dump of kvsift bench dump: {error}.") from None
+            raise UnreadableFile(f"{path} cannot be read as a dump of kvsift bench dump: {error}.") from None
         if self.about.get("kind") != KIND:
-            raise InputError(f"{path} is not a dump of kvsift bench dump; give a file that it wrote.")
+            raise WrongFile(f"{path} is not a dump of kvsift bench dump; give a file that it wrote.")
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidValue, MissingInput, unknown
 from kvsift_lab.bench import load
 
 COLD_BYTES = 192 << 20  # read between two samples on a CPU: more than a cache holds
@@ -114,7 +114,7 @@ def token_counts(text: str, flag: str) -> tuple[int, ...]:
     for word in names(text):
         match = re.fullmatch(r"(\d+)([kmKM]?)", word)
         if match is None or int(match[1]) == 0:
-            raise InputError(f"{flag} {text}: {word!r} is not a token count. Write, for instance, 8K,32K,128K.")
+            raise InvalidValue(f"{flag} {text}: {word!r} is not a token count. Write, for instance, 8K,32K,128K.")
         numbers.append(int(match[1]) * UNITS[match[2].lower()])
     return tuple(numbers)
 
@@ -126,7 +126,7 @@ def counts(text: str, flag: str) -> tuple[int, ...]:
         InputError: for anything else.
     """
     if not all(word.isdecimal() and int(word) for word in names(text)):
-        raise InputError(f"{flag} {text}: give whole numbers, 1 or more, for instance 1,4.")
+        raise InvalidValue(f"{flag} {text}: give whole numbers, 1 or more, for instance 1,4.")
     return tuple(map(int, names(text)))
 
 
@@ -143,7 +143,7 @@ def head_counts(text: str, flag: str) -> tuple[int, int]:
     """
     words = text.split("/")
     if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
-        raise InputError(f"{flag} {text}: give query heads/KV heads, for instance 32/8.")
+        raise InvalidValue(f"{flag} {text}: give query heads/KV heads, for instance 32/8.")
     return int(words[0]), int(words[1])
 
 
@@ -154,7 +154,7 @@ def require_some(*lists: object, names: str) -> None:
         InputError: saying what to name.
     """
     if not all(lists):
-        raise InputError(f"there is nothing to measure: name at least one {names}.")
+        raise MissingInput(f"there is nothing to measure: name at least one {names}.")
 
 
 def require_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -175,18 +175,18 @@ def check_groups(num_query_heads: int, num_kv_heads: int) -> None:
         InputError: with both numbers.
     """
     if num_query_heads % num_kv_heads:
-        raise InputError(f"{num_query_heads} query heads must be a multiple of the KV heads, {num_kv_heads}.")
+        raise InvalidValue(f"{num_query_heads} query heads must be a multiple of the KV heads, {num_kv_heads}.")
 
 
 def _bandwidth(rate: float, flag: str) -> float:
     if not rate > 0:
-        raise InputError(f"{flag} {rate:g} must be bytes per second, for instance 4.5e12.")
+        raise InvalidValue(f"{flag} {rate:g} must be bytes per second, for instance 4.5e12.")
     return rate
 
 
 def _head_dim(number: int, flag: str) -> int:
     if number % 8 or number > 256:
-        raise InputError(f"{flag} {number} must be a multiple of 8, up to 256.")
+        raise InvalidValue(f"{flag} {number} must be a multiple of 8, up to 256.")
     return number
 
 
@@ -250,7 +250,7 @@ def batches(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
     """
     found = tuple(token_counts(each.replace("x", ","), flag) for each in names(text))
     if not found or not all(len(each) in (2, 3) for each in found):
-        raise InputError(f"{flag} {text}: give contexts x batches, for instance 32Kx1,128Kx4.")
+        raise InvalidValue(f"{flag} {text}: give contexts x batches, for instance 32Kx1,128Kx4.")
     return found
 
 
@@ -262,5 +262,5 @@ def shares(text: str, flag: str) -> tuple[float, ...]:
     """
     words = names(text)
     if not words or not all(re.fullmatch(r"0?\.\d+", word) and float(word) for word in words):
-        raise InputError(f"{flag} {text}: give numbers between 0 and 1, for instance 0.9,0.95.")
+        raise InvalidValue(f"{flag} {text}: give numbers between 0 and 1, for instance 0.9,0.95.")
     return tuple(map(float, words))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, ContextLengthExceeded, InvalidValue
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench.report import Point, ms
 from kvsift_lab.numbers import table, tokens
@@ -54,16 +54,16 @@ class ServeRecipe(r.BenchRecipe):
     def __post_init__(self) -> None:
         r.require_some(self.contexts, self.plans, names="context and plan")
         if min(self.contexts) < LEAST_CONTEXT:
-            raise InputError(f"--contexts {min(self.contexts)}: give {LEAST_CONTEXT} tokens or more.")
+            raise InvalidValue(f"--contexts {min(self.contexts)}: give {LEAST_CONTEXT} tokens or more.")
         if self.unread >= min(self.contexts):
-            raise InputError(
+            raise InvalidValue(
                 f"--unread {self.unread} must be less than the shortest context, {min(self.contexts)}: the rest of the "
                 "other document is cached."
             )
         if not 0 <= self.rate < float("inf"):
-            raise InputError(f"--rate {self.rate:g} must be a number of questions per second, 0 or more.")
+            raise InvalidValue(f"--rate {self.rate:g} must be a number of questions per second, 0 or more.")
         if len(set(self.plans)) < len(self.plans):
-            raise InputError("--plans names a plan twice.")
+            raise InvalidValue("--plans names a plan twice.")
         self._check_url()
         self._check_plans()
 
@@ -82,11 +82,11 @@ class ServeRecipe(r.BenchRecipe):
         if self.url is None:
             return
         if not self.url.startswith("http://"):
-            raise InputError(f"--url {self.url} must begin with http://, for instance http://127.0.0.1:8000.")
+            raise InvalidValue(f"--url {self.url} must begin with http://, for instance http://127.0.0.1:8000.")
         if self.direct:
-            raise InputError("--direct compares with a server that this command starts. Leave out --url or --direct.")
+            raise Conflict("--direct compares with a server that this command starts. Leave out --url or --direct.")
         if self.threads is not None:
-            raise InputError("--threads is for a server that this command starts. Leave out --url or --threads.")
+            raise Conflict("--threads is for a server that this command starts. Leave out --url or --threads.")
 
     def _check_plans(self) -> None:
         from kvsift.models.hf.model_directory import ModelDirectory
@@ -94,11 +94,11 @@ class ServeRecipe(r.BenchRecipe):
 
         for plan in self.plans:
             if not parse_plan(plan).rules:
-                raise InputError("--plans: dense is measured in any case. Name others to compare with it.")
+                raise Conflict("--plans: dense is measured in any case. Name others to compare with it.")
         positions = ModelDirectory.check(self.model).max_positions
         longest = max(self.contexts) + MARGIN + self.tokens
         if positions is not None and longest > positions:
-            raise InputError(
+            raise ContextLengthExceeded(
                 f"a document of {max(self.contexts)} tokens, questions and answers take up to {longest} positions; the "
                 f"model has {positions}. Give shorter --contexts."
             )

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from kvsift.errors import InputError
+from kvsift.errors import FailedProcess, InputError, MissingPackage
 from kvsift_lab.bench.serve import ServeRecipe
 
 START_S = 600.0  # for a large model to be loaded
@@ -86,9 +86,9 @@ def get(url: str) -> Any:
         with OPENER.open(url, timeout=TIMEOUT_S) as response:
             return json.loads(response.read())
     except HTTPError as error:
-        raise InputError(f"{url} answers {error.code}: {error.read()[:200]!r}.") from None
+        raise FailedProcess(f"{url} answers {error.code}: {error.read()[:200]!r}.") from None
     except (OSError, HTTPException, ValueError) as error:
-        raise InputError(f"{url} does not answer as a server of kvsift: {error}.") from None
+        raise FailedProcess(f"{url} does not answer as a server of kvsift: {error}.") from None
 
 
 def ask(
@@ -128,7 +128,7 @@ def ask(
 
 
 def _failed(reason: object) -> InputError:
-    return InputError(f"the server refuses or fails: {reason}")
+    return FailedProcess(f"the server refuses or fails: {reason}")
 
 
 def command_of(recipe: ServeRecipe) -> list[str]:
@@ -148,7 +148,7 @@ def running_server(recipe: ServeRecipe) -> Iterator[str]:
         InputError: if it does not start.
     """
     if find_spec("uvicorn") is None or find_spec("fastapi") is None:
-        raise InputError(NO_SERVER)
+        raise MissingPackage(NO_SERVER)
     with tempfile.TemporaryDirectory(prefix="kvsift-bench-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as file:
@@ -158,7 +158,7 @@ def running_server(recipe: ServeRecipe) -> Iterator[str]:
             while (found := re.search(r" at (http://\S+) ", log.read_text(errors="replace"))) is None:
                 if process.poll() is not None or monotonic() > stop:
                     lines = log.read_text(errors="replace").strip().splitlines() or ["it says nothing"]
-                    raise InputError(f"the server does not start: {lines[-1]}")
+                    raise FailedProcess(f"the server does not start: {lines[-1]}")
                 sleep(0.05)
             yield found[1]
         finally:

@@ -12,7 +12,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kvsift.api.llm import LLM
-from kvsift.errors import InputError
+from kvsift.errors import FailedProcess, OtherModel
 from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift_lab.bench.bench import Bench
@@ -71,9 +71,9 @@ class ServeBench(Bench):
         try:
             served = str(get(f"{self._url}/v1/models")["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise InputError(f"{self._url}/v1/models lists no model; is it a server of kvsift?") from None
+            raise FailedProcess(f"{self._url}/v1/models lists no model; is it a server of kvsift?") from None
         if served != self._model_name:
-            raise InputError(f"the server has the model {served!r}. Give its directory as --model, for its tokenizer.")
+            raise OtherModel(f"the server has the model {served!r}. Give its directory as --model, for its tokenizer.")
 
     def measure(self, point: int) -> dict[str, Any]:
         recipe = self.recipe
@@ -174,7 +174,7 @@ class ServeBench(Bench):
         prompt = text + question(next(self._questions))
         answer = ask(self._url, prompt, plan, max_tokens, stop or Event())
         if not answer.times:
-            raise InputError("an answer has no text, so it has no times")
+            raise FailedProcess("an answer has no text, so it has no times")
         return answer
 
     def _share(self, meter: OtherProcesses) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
 from kvsift_lab.bench.report import Point, Variant, ms
@@ -48,7 +48,7 @@ class SplitRecipe(r.BenchRecipe):
         r.require_some(self.contexts, names="context")
         r.require_known("kind", self.kinds, KINDS)
         if not 0 < self.scanned < 1:
-            raise InputError(f"scanned={self.scanned} must be a share of the keys, between 0 and 1.")
+            raise InvalidValue(f"scanned={self.scanned} must be a share of the keys, between 0 and 1.")
 
     def plan(self, kind: str) -> str:
         """Return the plan of a kind."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
-from kvsift.errors import InputError
+from kvsift.errors import InputError, MissingPackage, NotEnoughMemory
 from kvsift.indexes.base import Index
 from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
@@ -80,7 +80,7 @@ class SplitBench(Bench):
     @classmethod
     def of(cls, recipe: SplitRecipe, dtype: torch.dtype = DTYPE) -> SplitBench:
         if not native.available():
-            raise InputError(native.why_missing())
+            raise MissingPackage(native.why_missing())
         device = choose_device(recipe.device)
         for context in recipe.contexts:
             for place, kinds in groups(recipe):
@@ -280,7 +280,7 @@ def require_host_memory(
     fitting = int((room - RUNTIME_BYTES - shared) // of_layer)
     packed = "" if place.knob("host_values") == "int8" else "--host-values int8, "
     fewer = f"--layers {fitting}, " if fitting > 0 else ""
-    raise InputError(
+    raise NotEnoughMemory(
         f"{context:,} tokens of {shape} with {num_layers} layers take about {need / GIB:.1f} GiB of host memory, and "
         f"{room / GIB:.1f} GiB are available. Take {fewer}{packed}or a shorter context."
     )

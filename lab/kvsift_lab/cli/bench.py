@@ -13,7 +13,7 @@ from typer.main import get_command
 from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.printing import plain
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, WrongFile
 from kvsift_lab.bench import BENCHES, load
 from kvsift_lab.bench.recipe import BenchRecipe
 from kvsift_lab.cli.dump import dump
@@ -112,8 +112,8 @@ def chart(
 
     files.require_writable(output, "--out")
     if output.suffix not in (".svg", ".png"):
-        raise InputError(f"--out {output}: charts are drawn as .svg or .png.")
+        raise InvalidValue(f"--out {output}: charts are drawn as .svg or .png.")
     measured = load_result(result)
     if not isinstance(measured, dict) or measured.get("kind") != "attention":
-        raise InputError(f"the result {result} is not a result of kvsift bench attention.")
+        raise WrongFile(f"the result {result} is not a result of kvsift bench attention.")
     files.write_whole(output, attention_chart(measured, output.suffix.removeprefix(".")))

@@ -10,7 +10,7 @@ import typer
 from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.printing import ProgressBar, plain
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidValue, MissingInput, TooShort, UnusedOption, unknown
 from kvsift_lab.bench.recipe import token_counts
 
 if TYPE_CHECKING:
@@ -78,10 +78,12 @@ def _write(llm: LLM, document: DumpInput, output: Path, **limits: Any) -> None:
 def _text(context: Path | None, question: list[str] | None) -> str | None:
     if context is None:
         if question:
-            raise InputError("--question asks about a text; give it with --context, or leave it out.")
+            raise UnusedOption("--question asks about a text; give it with --context, or leave it out.")
         return None
     if not question:
-        raise InputError("--context needs at least one --question: an index is searched for the queries of its tokens.")
+        raise MissingInput(
+            "--context needs at least one --question: an index is searched for the queries of its tokens."
+        )
     return files.read_text(context, "context")
 
 
@@ -90,7 +92,7 @@ def _length(text: str | None) -> int | None:
         return None
     numbers = token_counts(text, "--length")
     if len(numbers) != 1:
-        raise InputError(f"--length {text}: give one number of tokens, for instance 32K.")
+        raise InvalidValue(f"--length {text}: give one number of tokens, for instance 32K.")
     return numbers[0]
 
 
@@ -99,7 +101,7 @@ def _layer_numbers(text: str) -> tuple[int, ...] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise InputError(f"--layers {text}: give all, or numbers from 0 on, for instance 0,3.")
+        raise InvalidValue(f"--layers {text}: give all, or numbers from 0 on, for instance 0,3.")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -118,7 +120,7 @@ def _generated(llm: LLM, task: str, length: int, seed: int, count: int) -> DumpI
     try:
         sample = make_sample(task, length, seed, encode, count, [] if bos is None else [bos])
     except ValueError as error:
-        raise InputError(f"a {task} document of {length} tokens cannot be made: {error}.") from error
+        raise TooShort(f"a {task} document of {length} tokens cannot be made: {error}.") from error
     ids, questions = list(sample.context_ids), [question.text for question in sample.questions]
     return DumpInput(ids, lambda text: ids + encode(question_text(text)), questions, f"{task}, seed {seed}")
 
@@ -129,7 +131,7 @@ def _read(llm: LLM, text: str, questions: list[str], length: int | None, source:
     if length is not None:
         ids = _encoded(llm, text)
         if len(ids) < length:
-            raise InputError(
+            raise TooShort(
                 f"--length {length}: the text has only {len(ids)} tokens. Leave it out, or give a longer one."
             )
         text = llm.tokenizer.decode(ids[: length + SPARE_TOKENS])

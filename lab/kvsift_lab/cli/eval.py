@@ -16,7 +16,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.printing import plain
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue, UnwritableFile
 
 if TYPE_CHECKING:
     from kvsift_lab.eval.recipe import EvalRecipe
@@ -64,9 +64,9 @@ def _load(paths: Sequence[Path], device: str | None) -> list[EvalRecipe]:
     from kvsift_lab.eval.recipe import EvalRecipe
 
     if len({path.stem for path in paths}) < len(paths):
-        raise InputError("two recipes have the same name, so their results would share a directory.")
+        raise Conflict("two recipes have the same name, so their results would share a directory.")
     if nameless := [path for path in paths if not path.stem.strip(".")]:
-        raise InputError(f"the recipe {nameless[0]} has no name for a results directory; rename it.")
+        raise InvalidValue(f"the recipe {nameless[0]} has no name for a results directory; rename it.")
     loaded = [EvalRecipe.load(path) for path in paths]
     return loaded if device is None else [replace(recipe, device=device) for recipe in loaded]
 
@@ -75,7 +75,7 @@ def _require_directory(out: Path) -> None:
     """Refuse a path where no directory can be created, before any work."""
     folder = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--out {out}: no directory can be created there.")
+        raise UnwritableFile(f"--out {out}: no directory can be created there.")
 
 
 def _print(made: dict[str, Any], recipe: EvalRecipe) -> None:

@@ -14,7 +14,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.demo import FACTS, make_document
 from kvsift.cli.printing import ProgressBar, cell, plain
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, MissingInput
 
 if TYPE_CHECKING:
     from kvsift.api.llm import LLM
@@ -61,10 +61,10 @@ def explain(
     have read, next to exact attention."""
     files.require_writable(html, "--html", [context])
     if context is not None and question is None:
-        raise InputError("--context needs a --question: it is the answer that is explained.")
+        raise MissingInput("--context needs a --question: it is the answer that is explained.")
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
     if not all(names):
-        raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
+        raise InvalidValue(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
     tokens = _tokens(token)
     text = None if context is None else files.read_texts([context], "context")
     spec = files.read_plan(plan)
@@ -108,7 +108,7 @@ def _tokens(text: str) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not (first.isdecimal() and (last.isdecimal() if dash else True) and int(first) <= int(last or first)):
-            raise InputError(f"--token {text}: write a token such as 2, several as 0,2, a range as 0-3, or all.")
+            raise InvalidValue(f"--token {text}: write a token such as 2, several as 0,2, a range as 0-3, or all.")
         tokens += range(int(first), int(last or first) + 1)
     return tokens
 

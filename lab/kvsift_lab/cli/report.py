@@ -9,7 +9,7 @@ import typer
 
 from kvsift.cli import files
 from kvsift.cli.printing import plain
-from kvsift.errors import InputError
+from kvsift.errors import UnwritableFile
 
 
 def report(
@@ -34,7 +34,7 @@ def report(
         return
     source = context.get_parameter_source("out")
     if out.exists() and source is not None and source.name == "DEFAULT":
-        raise InputError(f"{out} exists. Give --out {out} to replace it, or another name.")
+        raise UnwritableFile(f"{out} exists. Give --out {out} to replace it, or another name.")
     files.require_writable(out, "--out")
     from kvsift_lab.eval.page import page
 

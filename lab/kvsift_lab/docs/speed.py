@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingFile
 from kvsift_lab import stored
 from kvsift_lab.bench import BENCHES, chart
 from kvsift_lab.bench import attention as attention_report
@@ -53,7 +53,7 @@ def shown(names: str | tuple[str, ...], *parts: Callable[..., str]) -> Render:
         if not results:
             bench = MADE_BY.get(names[0]) or max(filter(names[0].startswith, BENCHES), key=len, default=None)
             if bench is None:
-                raise InputError(f"results/{names[0]} is missing, and no bench makes it any more: take it from git.")
+                raise MissingFile(f"results/{names[0]} is missing, and no bench makes it any more: take it from git.")
             return f"Not measured yet: `kvsift bench {bench} --out results/{names[0]}`, then `make docs`."
         return "\n\n".join(filter(None, (part(*results) for part in parts)))
 

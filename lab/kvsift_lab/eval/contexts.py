@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift_lab.eval.loaders import load_file
 from kvsift_lab.eval.recipe import EvalRecipe, Job, TaskFile
 from kvsift_lab.eval.tasks import Sample, find_task, framed, make_sample
@@ -62,7 +62,7 @@ class Contexts:
                 job.task, job.length, job.seed, self.encode, self._recipe.questions_per_context, self._prefix
             )
         except ValueError as error:
-            raise InputError(f"task {job.task!r} cannot be made: {error}") from error
+            raise TooShort(f"task {job.task!r} cannot be made: {error}") from error
 
     @property
     def _prefix(self) -> list[int]:

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.atomic_files import reason, write_atomically
-from kvsift.errors import InputError
+from kvsift.errors import UnwritableFile
 from kvsift_lab.eval.tasks import TASKS
 
 COLUMNS = "task", "question", "answer", "predicted_answer", "length", "depth", "compression_ratio"
@@ -44,7 +44,7 @@ def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> l
             write_atomically(folder / "metrics.json", json.dumps(_metrics(group), indent=4))
             write_atomically(folder / "config.yaml", _config(result, group))
     except OSError as error:
-        raise InputError(f"--kvpress {out}: {reason(error)}.") from None
+        raise UnwritableFile(f"--kvpress {out}: {reason(error)}.") from None
     return folders
 
 

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvsift.api.llm import DEFAULT_PLAN, LLM, Document
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPrompt
 from kvsift.plan.syntax import is_auto, parse_plan
 from kvsift.tokenization.chat_template import ChatTemplate
 
@@ -86,7 +86,7 @@ class KVSiftLM(TemplateLM):
             InputError: if the model has no chat template, or it leaves out what a turn says.
         """
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.llm.directory.name} has no chat template; leave out --apply_chat_template.")
+            raise UnsupportedPrompt(f"{self.llm.directory.name} has no chat template; leave out --apply_chat_template.")
         return ChatTemplate(self.tokenizer).render(chat_history, continues=not add_generation_prompt)
 
     def _loglikelihood_tokens(

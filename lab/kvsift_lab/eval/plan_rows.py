@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingInput
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan, Rule
@@ -63,14 +63,14 @@ def _own_budgets(plans: Iterable[str]) -> dict[str, tuple[int, ...]]:
     for plan in plans:
         own = {int(budget) for budget in re.findall(r":budget=(\d+)", plan)}
         if len(own) != 1 and _methods(parse_plan(plan.replace(BUDGET, "256"))):
-            raise InputError(
+            raise MissingInput(
                 f"the recipe has no budgets, and the plan {plan} has not one of its own. Write budgets = [256], or "
                 "budget=256 into every plan."
             )
         template = re.sub(r":budget=\d+", f":budget={BUDGET}", plan)
         templates[template] = tuple(sorted({*templates.get(template, ()), *own}))
     if not any(templates.values()):
-        raise InputError("the recipe has no budgets, and none of its plans has one. Write budgets = [256].")
+        raise MissingInput("the recipe has no budgets, and none of its plans has one. Write budgets = [256].")
     return templates
 
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvsift.errors import InputError
+from kvsift.errors import DamagedFile, FailedProcess
 
 PACKAGES = {
     "x11proto-dev=2022.1-1": "3cab66a6591774188a568f9b54c4e7956f18da76e0e0fc4a779db5f6bcc3f148",
@@ -67,12 +67,12 @@ def _unpacked(folder: Path) -> Path:
     """Download, check and unpack the packages; returns their /usr."""
     run = subprocess.run(["apt-get", "download", *PACKAGES], cwd=folder, capture_output=True, text=True)
     if run.returncode:
-        raise InputError(f"apt-get cannot download {' '.join(PACKAGES)}: {run.stderr.strip()[-300:]}")
+        raise FailedProcess(f"apt-get cannot download {' '.join(PACKAGES)}: {run.stderr.strip()[-300:]}")
     for package, expected in PACKAGES.items():
         [path] = folder.glob(f"{package.partition('=')[0]}_*.deb")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         if digest != expected:
-            raise InputError(f"{path.name} has the SHA-256 {digest}, and not {expected}.")
+            raise DamagedFile(f"{path.name} has the SHA-256 {digest}, and not {expected}.")
         subprocess.run(["dpkg-deb", "--extract", path, folder / "root"], check=True)
     return folder / "root" / "usr"
 

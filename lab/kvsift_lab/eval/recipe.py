@@ -14,7 +14,16 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 from pydantic.dataclasses import dataclass
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import (
+    Conflict,
+    InputError,
+    InvalidValue,
+    MissingFile,
+    MissingInput,
+    UnreadableFile,
+    UnsupportedPlan,
+    unknown,
+)
 from kvsift.methods.base import Phase
 from kvsift.plan.capabilities import check_placement
 from kvsift.plan.syntax import parse_plan
@@ -73,12 +82,12 @@ class TaskFile:
         if self.kind not in LOADERS:
             raise unknown("kind of file", self.kind, LOADERS)
         if self.targets != NUM_TARGETS and self.kind not in TEXTS:
-            raise InputError(
+            raise Conflict(
                 f"targets are predicted after texts ({', '.join(TEXTS)}), and kind={self.kind!r} has questions. Leave "
                 "them out."
             )
         if not Path(self.path).exists():
-            raise InputError(f"the recipe names the file {self.path}, which does not exist.")
+            raise MissingFile(f"the recipe names the file {self.path}, which does not exist.")
         object.__setattr__(self, "name", self.name or Path(self.path).stem)
 
 
@@ -130,7 +139,7 @@ class EvalRecipe:
         try:
             return cls.from_table(tomllib.loads(path.read_text()), path.name)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InputError(f"the recipe {path} cannot be read: {error}") from None
+            raise UnreadableFile(f"the recipe {path} cannot be read: {error}") from None
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], name: str = "recipe") -> EvalRecipe:
@@ -142,7 +151,7 @@ class EvalRecipe:
         values = dict(table)
         if "length" in values:
             if "lengths" in values:
-                raise InputError(f"the recipe {name} has length and lengths; give one of them.")
+                raise Conflict(f"the recipe {name} has length and lengths; give one of them.")
             values["lengths"] = (values.pop("length"),)
         if values.get("files") and not values.get("tasks"):  # files have questions of their own
             values = {"questions_per_task": 1, "questions_per_context": 1, **values}
@@ -156,10 +165,10 @@ class EvalRecipe:
             raise unknown("setup", str(self.setup), SETUPS)
         object.__setattr__(self, "tasks", task_names(self.tasks))
         if bool(self.tasks) != bool(self.lengths) or not (self.tasks or self.files):
-            raise InputError("a recipe needs tasks and lengths, or files, or both.")
+            raise MissingInput("a recipe needs tasks and lengths, or files, or both.")
         names = [file.name for file in self.files]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another: name = '...'")
+            raise InvalidValue(f"two files of the recipe are named {twice!r}. Give one of them another: name = '...'")
         for row in self.rows:
             _check_setup(self.setup, row)
             check_placement(parse_plan(row.plan), self.placement)
@@ -202,12 +211,12 @@ def _check_setup(setup: str, row: PlanRow) -> None:
     rule = plan.prefill
     prefill = rule is not None and not rule.method.traits.unbounded
     if setup == "whole_prompt" and prefill:
-        raise InputError(
+        raise UnsupportedPlan(
             f'the plan {row.plan} selects in prefill, but setup = "whole_prompt" prefills densely. Leave out its '
             'prefill rule, or choose setup = "sparse_prefill".'
         )
     if setup == "sparse_prefill" and row.phase is not None and not prefill:
-        raise InputError(
+        raise UnsupportedPlan(
             f'the plan {row.plan} has no rule for prefill, which setup = "sparse_prefill" evaluates. Write '
             f'prefill={plan.decode}, or choose setup = "whole_prompt".'
         )
@@ -218,15 +227,15 @@ def _refusal(error: ValidationError, recipe: str) -> InputError:
     found, *others = error.errors()
     where, given = ".".join(map(str, found["loc"])), found["input"]
     if found["type"] == "value_error":  # of ``__post_init__``
-        return InputError(str(found["ctx"]["error"]))
+        return InvalidValue(str(found["ctx"]["error"]))
     if found["type"] == "unexpected_keyword_argument":
         known = fields(TaskFile if len(found["loc"]) > 1 else EvalRecipe)
         return unknown(f"key of the recipe {recipe}", str(found["loc"][-1]), ["length", *(each.name for each in known)])
     if found["type"] == "missing":
         missing = [".".join(map(str, each["loc"])) for each in (found, *others) if each["type"] == "missing"]
-        return InputError(f"the recipe {recipe} is not complete; it lacks {', '.join(missing)}.")
+        return MissingInput(f"the recipe {recipe} is not complete; it lacks {', '.join(missing)}.")
     expected = found["msg"].replace("Input", "it").replace("tuple", "list")
-    return InputError(f"the recipe {recipe} has {where} = {given!r}: {expected}.")
+    return InvalidValue(f"the recipe {recipe} has {where} = {given!r}: {expected}.")
 
 
 def digest(path: Path) -> str:

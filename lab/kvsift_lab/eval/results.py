@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.atomic_files import reason, write_atomically
-from kvsift.errors import InputError
+from kvsift.errors import DamagedFile, InputError, MissingFile, OtherModel, UnreadableFile, UnwritableFile, WrongFile
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result, digest
 from kvsift_lab.eval.summary import tables_of
@@ -53,7 +53,7 @@ class ResultsDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lines = SampleFile(path / SAMPLES)
         except OSError as error:
-            raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
+            raise UnwritableFile(f"{path} cannot hold results: {error.strerror}.") from None
         try:
             self.samples = parse_samples(self._lines.text, stored(path / SAMPLES))
             if not before or before["fingerprint"] != fingerprint(self._recipe):
@@ -62,7 +62,7 @@ class ResultsDirectory:
             self._lines.close()
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
+            raise UnwritableFile(f"{path} cannot hold results: {error.strerror}.") from None
         self.dropped = self._lines.dropped
         self._done: dict[Job, set[tuple[str, int]]] = {}
         for sample in self.samples:
@@ -72,14 +72,14 @@ class ResultsDirectory:
         if not stored(self.path / SUMMARY).exists():
             samples = stored(self.path / SAMPLES)
             if samples.exists() and samples.stat().st_size:
-                raise InputError(
+                raise WrongFile(
                     f"{self.path} holds {samples.name} but no {SUMMARY}: it is not a results directory of kvsift."
                 )
             return {}
         before = read_summary(self.path)
         same = before["fingerprint"] == fingerprint(self._recipe)
         if not same and not is_extended(before["recipe"], self._recipe):
-            raise InputError(
+            raise OtherModel(
                 f"{self.path} holds results of another recipe: {difference(before['recipe'], self._recipe)}. Give "
                 f"another --out, or the earlier recipe, {self.path / RECIPE}."
             )
@@ -134,7 +134,7 @@ class ResultsDirectory:
         self._done.setdefault(Job.of(sample), set()).add((sample["plan"], sample["question"]))
 
     def _disk_error(self, error: OSError) -> InputError:
-        return InputError(
+        return UnwritableFile(
             f"{self.path}: {reason(error)}. The {len(self.samples):,} samples so far are safe; make room and give the "
             "same command again to go on."
         )
@@ -152,7 +152,7 @@ def parse_samples(text: str, path: Path) -> list[Result]:
             sample = json.loads(line)
             Job.of(sample)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise InputError(
+            raise DamagedFile(
                 f"line {number} of {path} is not a sample: another program wrote it, or the disk lost it. Remove the "
                 "line, and the same command makes that sample again."
             ) from None
@@ -169,9 +169,9 @@ def read_summary(path: Path) -> dict[str, Any]:
     try:
         summary = read_json(path / SUMMARY)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not a results directory: {SUMMARY} cannot be read ({error}).") from None
+        raise WrongFile(f"{path} is not a results directory: {SUMMARY} cannot be read ({error}).") from None
     if not isinstance(summary, dict) or summary.get("kind") != "evaluation":
-        raise InputError(f"{path / SUMMARY} is not a summary of an evaluation.")
+        raise WrongFile(f"{path / SUMMARY} is not a summary of an evaluation.")
     return summary
 
 
@@ -189,12 +189,12 @@ def load_result(path: Path) -> dict[str, Any]:
         InputError: if it is no results directory.
     """
     if not path.exists():
-        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.")
+        raise MissingFile(f"the result {path} does not exist. Name a directory that kvsift eval wrote.")
     summary = read_summary(path)
     try:
         text = whole_lines(path / SAMPLES).decode(errors="replace")
     except OSError as error:
-        raise InputError(f"{path / SAMPLES} cannot be read: {error.strerror}.") from None
+        raise UnreadableFile(f"{path / SAMPLES} cannot be read: {error.strerror}.") from None
     samples = parse_samples(text, stored(path / SAMPLES))
     jobs = [Job(*job) for job in summary["contexts"]]
     last = {key: summary["sessions"][-1][key] for key in ("commit", "versions", "machine")}

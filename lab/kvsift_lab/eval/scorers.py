@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import MissingInput, unknown
 from kvsift.tokenization.prompt import exact_match
 from kvsift_lab.eval.scorers_longbench import LONGBENCH, f1, plain_characters
 
@@ -203,12 +203,12 @@ def score(name: str, prediction: str, references: Sequence[str]) -> float:
     if name not in SCORERS:
         raise unknown("scorer", name, SCORERS)
     if not references:
-        raise InputError(f"the scorer {name} needs at least one reference.")
+        raise MissingInput(f"the scorer {name} needs at least one reference.")
     return SCORERS[name](prediction, references)
 
 
 def dataset_score(scores: Sequence[float]) -> float:
     """Return 100 times the mean, to two places, as RULER and LongBench publish it."""
     if not scores:
-        raise InputError("no scores: a data set's score is a mean over at least one question.")
+        raise MissingInput("no scores: a data set's score is a mean over at least one question.")
     return round(100 * sum(scores) / len(scores), 2)

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingPackage, WrongFile
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -183,7 +183,7 @@ def _best(single: Single, first_line_only: bool = False) -> Callable[[str, Seque
 def _paragraph(reference: str, pattern: str) -> str:
     match = re.search(pattern, reference)
     if match is None:
-        raise InputError(f"the reference {reference!r} names no paragraph; one like {pattern!r} is expected.")
+        raise WrongFile(f"the reference {reference!r} names no paragraph; one like {pattern!r} is expected.")
     return match.group(1)
 
 
@@ -191,7 +191,7 @@ def _segmented(text: str) -> list[str]:
     try:
         import jieba
     except ImportError:
-        raise InputError("scorers of Chinese text need jieba, which is not installed: pip install jieba.") from None
+        raise MissingPackage("scorers of Chinese text need jieba, which is not installed: pip install jieba.") from None
     return list(jieba.cut(text, cut_all=False))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import OtherModel
 from kvsift_lab.eval.intervals import design_effect, interval
 from kvsift_lab.eval.recipe import Job, Result
 from kvsift_lab.eval.scorers import score
@@ -62,7 +62,7 @@ def _order(recipe: dict[str, Any], sample: Result) -> tuple[Any, ...]:
 
 def _index(what: str, name: str, names: Sequence[str]) -> int:
     if name not in names:
-        raise InputError(
+        raise OtherModel(
             f"a sample has the {what} {name!r}, which is not in the recipe of these results; it has "
             f"{', '.join(names)}. Give a directory that kvsift eval wrote."
         )

@@ -17,7 +17,7 @@ from signal import SIG_IGN, SIGINT, signal
 from time import monotonic
 from typing import Any
 
-from kvsift.errors import InputError, KVSiftError
+from kvsift.errors import FailedProcess, InputError, KVSiftError
 
 Serve = Callable[..., Iterator[Any]]
 """Function from a job's arguments to its results."""
@@ -85,7 +85,7 @@ def _receive(
     try:
         kind, content = pipe.recv()
     except (EOFError, ConnectionResetError):
-        raise InputError(
+        raise FailedProcess(
             f"a worker died, probably for lack of memory. {workers} ran at a time; give fewer --workers."
         ) from None
     if kind == RESULT:

@@ -21,7 +21,7 @@ import torch
 
 from kvsift import LLM, threads
 from kvsift.api.document import Document
-from kvsift.errors import InputError
+from kvsift.errors import FailedProcess, MissingFile
 from kvsift.plan.syntax import parse_plan
 from kvsift.texts.prose import document
 from kvsift_lab.bench import machine
@@ -43,7 +43,7 @@ class LlamaCppBench(Study):
     def __init__(self, recipe: LlamaCppRecipe) -> None:
         super().__init__(recipe)
         if not Path(recipe.binary).is_file():
-            raise InputError(f"{recipe.binary} is not a file. Build llama.cpp's llama-bench, and name it by --binary.")
+            raise MissingFile(f"{recipe.binary} is not a file. Build llama.cpp's llama-bench, and name it by --binary.")
         threads.use(recipe.threads)
         self._llm = LLM(recipe.model, "dense", device="cpu", probe_every=0)
         self._best: dict[int, tuple[str, str]] = {}  # context -> the fastest settings of llama.cpp
@@ -95,7 +95,7 @@ class LlamaCppBench(Study):
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise InputError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise FailedProcess(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1:]}")
         return dict(json.loads(done.stdout)[0])
 
     def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:

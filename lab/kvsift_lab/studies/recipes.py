@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift_lab.bench import recipe as r
 
 K = 1 << 10
@@ -61,7 +61,7 @@ class ChatsRecipe(r.BenchRecipe):
         """Return the load of a name, with what is given instead."""
         r.require_known("load", [given["load"]], CHATS)
         if given["engine"] not in ("kvsift", "vllm"):
-            raise InputError(f"--engine {given['engine']} must be kvsift or vllm.")
+            raise InvalidValue(f"--engine {given['engine']} must be kvsift or vllm.")
         own = {key: value for key, value in given.items() if value is not None}
         return cls(**CHATS[given["load"]] | own | ({"plans": r.split(own["plans"])} if "plans" in own else {}))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.models.embedded import embedded_model
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
@@ -91,7 +91,7 @@ class VllmChatsBench(Study):
         super().__init__(recipe)
         require_vllm()
         if recipe.chats > max(SIZES):
-            raise InputError(f"--chats {recipe.chats}: the engine of vLLM has graphs of {max(SIZES)} rows at most.")
+            raise InvalidValue(f"--chats {recipe.chats}: the engine of vLLM has graphs of {max(SIZES)} rows at most.")
         self._load = load_of(recipe, AutoTokenizer.from_pretrained(embedded_model()))
         self._core = engine(
             "stock", dtype="bfloat16", max_model_len=len(self._load[1][0]) + 64 + MOST,

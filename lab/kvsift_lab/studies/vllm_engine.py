@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingPackage
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -30,7 +30,7 @@ def require_vllm() -> None:
         InputError: saying how to install it.
     """
     if find_spec("vllm") is None:
-        raise InputError("this bench measures vLLM, which is not installed: pip install 'vllm==0.26.*'.")
+        raise MissingPackage("this bench measures vLLM, which is not installed: pip install 'vllm==0.26.*'.")
 
 
 def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 from kvsift.api.answer import Answer
 from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.uncopied import Uncopied
-from kvsift.errors import InputError
+from kvsift.errors import EmptyText, InvalidValue, Unavailable
 from kvsift.methods import checks
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, Turn, require_text
@@ -67,13 +67,13 @@ class Chat(Uncopied):
         """
         require_text(question, "question")
         if not question.strip():
-            raise InputError("the question is empty.")
+            raise EmptyText("the question is empty.")
         checks.function("on_text", on_text)
         _require_turns(self.turns)
         earlier, generation, turn = self._tried, None, object()
         try:
             if self._answering.setdefault("turn", turn) is not turn:
-                raise InputError("this chat is answering a turn; ask the next one after it.")
+                raise Unavailable("this chat is answering a turn; ask the next one after it.")
             ids = self._form.encode(self._context, question, self.turns, self._growing)
             chosen: Options = {"stop": self._stop, **options}
             offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
@@ -98,9 +98,9 @@ class Chat(Uncopied):
 def _require_turns(turns: object) -> None:
     """Refuse turns that a client has changed into something else (``InputError``)."""
     if not isinstance(turns, list):
-        raise InputError(f"chat.turns is {type(turns).__name__}. Give a list of questions with their answers.")
+        raise InvalidValue(f"chat.turns is {type(turns).__name__}. Give a list of questions with their answers.")
     for turn in turns:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise InputError(f"a turn is a question and its answer; chat.turns has {turn!r:.80}.")
+            raise InvalidValue(f"a turn is a question and its answer; chat.turns has {turn!r:.80}.")
         for text, what in zip(turn, ("question", "answer")):
             require_text(text, f"{what} of an earlier turn")

@@ -23,7 +23,15 @@ from kvsift.engine.request import Request
 from kvsift.engine.speculative.exactness import check_exact
 from kvsift.engine.transcript import TextOutput
 from kvsift.engine.uncopied import Uncopied
-from kvsift.errors import InputError, unknown
+from kvsift.errors import (
+    Conflict,
+    EmptyText,
+    EvictedTokens,
+    InvalidValue,
+    UnsupportedCall,
+    UnsupportedPrompt,
+    unknown,
+)
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.hf.sparse import PlanSpec, SparseCache
@@ -118,17 +126,17 @@ class Document(Uncopied):
         """
         require_text(question, "question")
         if not question.strip():
-            raise InputError("the question is empty.")
+            raise EmptyText("the question is empty.")
         self._runner.check_text(question)
         length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
         if length > max(self.num_tokens, LONG):
-            raise InputError(
+            raise InvalidValue(
                 f"the question has {length:,} tokens and the context only {self.num_tokens:,}. Were they swapped? The "
                 "long text is the context."
             )
         ids = self._encode(question)
         if ids[: self.num_tokens] != self._ids:
-            raise InputError(
+            raise UnsupportedPrompt(
                 f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
                 "with a word."
             )
@@ -200,12 +208,14 @@ class Document(Uncopied):
         path, runner = checks.path_of("path", path).resolve(), self._runner
         check_target(path)
         if self.text is None:
-            raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
+            raise UnsupportedCall(
+                "this document was made of tokens, without its text. Documents of llm.read can be saved."
+            )
         check_saving(runner, self._plan, self.num_tokens, path)
         if self._prefix is None:
             runner.check_prompts([self._ids], 1, self._plan)
         elif self._prefix.is_spoiled:
-            raise InputError(
+            raise EvictedTokens(
                 "the last answer has dropped tokens of the document for good (evict=true). Save it before the first "
                 "question, or after one under a plan without evict=true."
             )
@@ -215,7 +225,7 @@ class Document(Uncopied):
             with runner.loop.leased(prefix, plan) as cache, runner.fast_path.turn, inference():
                 save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
         except PrefixSpoiled:  # by an answer to another thread, or by a fault of the engine
-            raise InputError(
+            raise EvictedTokens(
                 "the document was changed by an answer that ended meanwhile (evict=true), or the engine has failed. "
                 "Ask it a question under a plan without evict=true, and save it again."
             ) from None
@@ -284,7 +294,7 @@ class Document(Uncopied):
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
         require_tokens(ids)
         if len(ids) <= self.num_tokens or list(ids[: self.num_tokens]) != self._ids:
-            raise InputError(
+            raise InvalidValue(
                 f"the prompt of {len(ids):,} tokens does not begin with the {self.num_tokens:,} of the document, or "
                 "ends with them. Give those of the document and of a question."
             )
@@ -308,7 +318,7 @@ class Document(Uncopied):
         plan = self._resolved(chosen.plan, chosen.exact)
         check_exact(runner, plan, chosen.exact)
         if chosen.passages and offsets is None:
-            raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
+            raise Conflict("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
         while True:
             with suppress(PrefixSpoiled):  # by the answer before, for which this question has waited
                 return self._answer(ids, plan, chosen, offsets, on_text, question_phase, ignores_ends)

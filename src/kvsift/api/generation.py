@@ -26,7 +26,7 @@ from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
-from kvsift.errors import InputError
+from kvsift.errors import Conflict
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
 from kvsift.layer.selection_log import SelectionLog
@@ -155,11 +155,11 @@ class TextStream(Uncopied):
 def check_captured(requests: abc.Sequence[Request]) -> None:
     """Refuse requests that captured steps cannot answer (``InputError``)."""
     if any(request.offsets is not None for request in requests):
-        raise InputError(
+        raise Conflict(
             "captured steps keep no record of what they selected. Give path='composed', or leave out passages."
         )
     if any(request.logprobs is not None for request in requests):
-        raise InputError(
+        raise Conflict(
             "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
             "logprobs."
         )

@@ -25,7 +25,7 @@ from kvsift.engine.model_runner import require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop, stops_of
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.exactness import check_exact
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, EmptyText, InvalidValue, UnsupportedDevice
 from kvsift.methods import checks
 from kvsift.models.hf.model_directory import ModelDirectory, choose_device, choose_dtype
 from kvsift.models.hf.sparse import PlanSpec
@@ -112,7 +112,7 @@ class LLM(Engine):
         check(PlanCase(self.plan, probe_every=probe_every), NO_PROBES)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
         if 0 < keep_tokens < chunk_size:
-            raise InputError(
+            raise InvalidValue(
                 f"keep_tokens={keep_tokens} keeps nothing: chunk_size={chunk_size}, and whole chunks are kept."
             )
         super().__init__(
@@ -139,14 +139,14 @@ class LLM(Engine):
         if num_tokens is not None:
             num_tokens = checks.whole("num_tokens", num_tokens, 1)
         if not isinstance(plans, list | tuple):
-            raise InputError(f"plans={plans!r} must be a list of plans, such as ['dense'].")
+            raise InvalidValue(f"plans={plans!r} must be a list of plans, such as ['dense'].")
         self.load()
         return warm_up(self, self.loop, [self.plan, *map(self.plans.parse, plans)], num_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
         if not isinstance(prompts, list | tuple) or not prompts:
-            raise InputError(f"prompts={prompts!r:.40} must be a list of prompts, each a list of tokens.")
+            raise InvalidValue(f"prompts={prompts!r:.40} must be a list of prompts, each a list of tokens.")
         for ids in prompts:
             require_tokens(ids)
         self.check_prompts(prompts, max_new_tokens, self.plan_of(plan, self.plan))
@@ -171,7 +171,7 @@ class LLM(Engine):
         """
         require_text(context, "context")
         if not context.strip():
-            raise InputError("the context is empty; there is nothing to ask about.")
+            raise EmptyText("the context is empty; there is nothing to ask about.")
         self.check_text(context)
         return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
@@ -283,7 +283,7 @@ class LLM(Engine):
         if n is not None:
             return self._samples(text, n, on_text, progress, options)
         if not isinstance(text, str) and on_text is not None:
-            raise InputError("on_text follows one text; give one prompt, or leave it out.")
+            raise Conflict("on_text follows one text; give one prompt, or leave it out.")
         checks.function("on_text", on_text)
         texts = list(text) if isinstance(text, list | tuple) else [text]
         generation = self._generation(
@@ -301,9 +301,9 @@ class LLM(Engine):
         n = checks.whole("n", n, 1)
         sampling = options.get("sampling")
         if not isinstance(text, str) or on_text is not None:
-            raise InputError("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
+            raise Conflict("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
         if not isinstance(sampling, Sampling) or sampling.temperature == 0:
-            raise InputError(f"n={n} greedy answers are the same one; give sampling=Sampling(temperature=...).")
+            raise Conflict(f"n={n} greedy answers are the same one; give sampling=Sampling(temperature=...).")
         drawn = [sampling.nth(number) for number in range(n)]
         chosen: Options = {**options, "sampling": drawn}
         return self.generate([text] * n, progress=progress, **chosen)
@@ -322,7 +322,7 @@ class LLM(Engine):
         prompts = [self.encode(text) if text else [] for text in texts]
         if not prompts or not all(prompts):
             which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
-            raise InputError(f"{which}.")
+            raise EmptyText(f"{which}.")
         offsets = None
         if options.passages:
             found = [offsets_of(self.tokenizer, text) for text in texts]
@@ -353,7 +353,7 @@ class LLM(Engine):
 
 def _cpu(device: str) -> str:
     if device not in ("auto", "cpu"):
-        raise InputError(
+        raise UnsupportedDevice(
             f"placement=host keeps the model and its KV on the CPU, and device={device} is none. Leave the device out, "
             "or use placement=split or placement=offload."
         )

@@ -26,7 +26,7 @@ from kvsift.atomic_files import reason, replacement
 from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
-from kvsift.errors import InputError
+from kvsift.errors import OtherModel, UnsupportedPlan, UnwritableFile
 from kvsift.models.hf.contents import fill, numbers_of, tensors_of
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.capabilities import check
@@ -50,13 +50,13 @@ def check_target(path: Path) -> None:
     try:
         exists, folder_exists = path.exists(), path.parent.is_dir()
     except OSError as error:
-        raise InputError(f"a document cannot be saved as {path}: {error.strerror}.") from None
+        raise UnwritableFile(f"a document cannot be saved as {path}: {error.strerror}.") from None
     if exists and not path.is_file():
-        raise InputError(f"a document cannot be saved as {path}, which is no file. Name one, such as book.kvsift.")
+        raise UnwritableFile(f"a document cannot be saved as {path}, which is no file. Name one, such as book.kvsift.")
     if not folder_exists:
-        raise InputError(f"a document cannot be saved as {path}: the directory {path.parent} does not exist.")
+        raise UnwritableFile(f"a document cannot be saved as {path}: the directory {path.parent} does not exist.")
     if not os.access(path.parent, os.W_OK):
-        raise InputError(f"a document cannot be saved as {path}: no file can be written in {path.parent}.")
+        raise UnwritableFile(f"a document cannot be saved as {path}: no file can be written in {path.parent}.")
 
 
 NOT_SAVED: Objections = (
@@ -127,7 +127,7 @@ def save(
                 file.write(data)
             file.write(b"".join(number.to_bytes(CHECKSUM_BYTES, "little") for number in checksums))
     except OSError as error:
-        raise InputError(
+        raise UnwritableFile(
             f"{path} is not written: {reason(error)}. Make room or name another place, and save the document again."
         ) from None
 
@@ -198,7 +198,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         """
         for is_same, was, now, remedy in self._conditions(runner, plan):
             if not is_same:
-                raise InputError(
+                raise OtherModel(
                     f"the document {self.path} was read {was}, and {now}. {remedy}, or read its text again."
                 )
         _check_place(runner, "opened")
@@ -278,7 +278,7 @@ def _named(rule: str) -> str:
 
 def _check_place(runner: ModelRunner, what: str) -> None:
     if runner.place.in_host_memory and runner.place.knob("host_values") != "model":
-        raise InputError(
+        raise UnsupportedPlan(
             f"placement={runner.place} rounds values, and a document is {what} with the values of the model. Leave out "
             f"host_values={runner.place.knob('host_values')}."
         )
@@ -287,7 +287,7 @@ def _check_place(runner: ModelRunner, what: str) -> None:
 def _check_room(path: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
-        raise InputError(
+        raise UnwritableFile(
             f"{path} would take {num_bytes / MIB:,.1f} MiB, and {free / MIB:,.1f} MiB is free there. Make room or name "
             "another place."
         )

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import DamagedFile, InputError, MissingFile, UnreadableFile, WrongFile
 
 FORMAT = 2  # 1: control tokens that a document spelled could be among its tokens
 KEY = "kvsift document"
@@ -68,17 +68,17 @@ def read_header(path: Path) -> bytes:
     try:
         if not path.is_file():  # a pipe would never end
             what = "does not exist" if not path.exists() else "is a directory" if path.is_dir() else "is no file"
-            raise InputError(f"{path} {what}. Give the file that Document.save has written.")
+            raise MissingFile(f"{path} {what}. Give the file that Document.save has written.")
         if not is_saved_document(path):
             path.open("rb").close()  # or it cannot be read
-            raise InputError(
+            raise WrongFile(
                 f"{path} is not a saved document, or its first bytes are damaged. To read a text: llm.read."
             )
         with path.open("rb") as file:
             length = file.read(8)
             return length + file.read(min(int.from_bytes(length, "little"), MOST_HEADER))
     except OSError as error:
-        raise InputError(f"the saved document {path} cannot be read: {error.strerror}.") from None
+        raise UnreadableFile(f"the saved document {path} cannot be read: {error.strerror}.") from None
 
 
 def document_of(path: Path, header: bytes) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def document_of(path: Path, header: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise damaged(path, "its header cannot be read") from None
     if written > FORMAT:
-        raise InputError(
+        raise WrongFile(
             f"{path} was saved by kvsift {by} in format {written}, and this kvsift reads format {FORMAT}. Update "
             "kvsift, or read its text again."
         )
     if written < FORMAT:
-        raise InputError(
+        raise WrongFile(
             f"{path} was saved by kvsift {by} in format {written}, in which control tokens that a text spells can end "
             "turns. Read its text again and save it."
         )
@@ -107,7 +107,7 @@ def document_of(path: Path, header: bytes) -> dict[str, Any]:
 
 def damaged(path: Path, reason: str) -> InputError:
     """Return the error for a file that is not as it was written."""
-    return InputError(
+    return DamagedFile(
         f"the saved document {path} is damaged: {reason}. Copy it again from where it was saved, or read the document "
         "again and save it."
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 
 Gains = Sequence[Sequence[float]]
 
@@ -60,7 +60,7 @@ def choose(gains: Gains, number: int | None, min_recovery: float) -> Choice:
     if number is None:
         return choices(gains, min_recovery)[0]
     if number > len(gains):
-        raise InputError(
+        raise InvalidValue(
             f"{number} anchors are more than the {len(gains)} layers that are not dense. Give at most {len(gains)}; "
             "with that many every layer selects."
         )
@@ -68,7 +68,7 @@ def choose(gains: Gains, number: int | None, min_recovery: float) -> Choice:
     for choice in possible:
         if len(choice.anchors) == number:
             return choice
-    raise InputError(
+    raise InvalidValue(
         f"{number} anchors are too few: layers reuse selections of layers with as many heads alone. Give at least "
         f"{len(possible[0].anchors)}."
     )

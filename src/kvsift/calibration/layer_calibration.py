@@ -27,7 +27,7 @@ from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.recipe import recipe_of, required_origin
 from kvsift.engine.engine import Engine
 from kvsift.engine.options import ProgressCallback
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift.layer.probe import exact_shares
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
@@ -190,7 +190,7 @@ def calibrate_layers(
     """
     pairs = compare(runner, texts, options, progress)
     if not pairs.compared or not pairs.num_queries:
-        raise InputError(
+        raise TooShort(
             f"there is nothing to compare: selecting {options.selected} of a context needs longer texts than the "
             f"{max(len(text.ids) for text in texts)} tokens of these, and a layer besides the dense "
             f"{list(options.dense_layers)}. Give longer texts, --length, fewer --selected or fewer --dense-layers."

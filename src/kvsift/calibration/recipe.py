@@ -18,7 +18,7 @@ from torch import Tensor
 from kvsift import __version__
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
-from kvsift.errors import InputError
+from kvsift.errors import TooShort, UnsupportedModel
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.common.calibration import write
@@ -120,7 +120,7 @@ def calibrate(
     pieces = list(pieces_of_texts(runner, texts, tokens, length))
     total = sum(map(len, pieces))
     if total < FEWEST_TOKENS:
-        raise InputError(
+        raise TooShort(
             f"the texts have {total:,} tokens; at least {FEWEST_TOKENS:,} are needed. Give more or longer ones."
         )
     method, done = MomentsMethod(), 0
@@ -147,7 +147,7 @@ def required_origin(runner: ModelRunner) -> Origin:
     """The identity of a model, without which no file is written (``InputError``)."""
     origin = origin_of(runner.model)
     if origin is None:
-        raise InputError(
+        raise UnsupportedModel(
             f"{type(runner.model).__name__} has no token embedding to identify it by; nothing was written."
         )
     return origin

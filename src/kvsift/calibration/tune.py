@@ -28,7 +28,7 @@ from kvsift.calibration.fidelity import DecodedText, FidelityScorer, Scores, bou
 from kvsift.calibration.layer_calibration import LayerOptions, compare
 from kvsift.calibration.recipe import recipe_of, required_origin
 from kvsift.engine.engine import Engine
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.methods.common.anchors import write as write_anchors
 from kvsift.models.hf.contents import fill, numbers_of, tensors_of
 from kvsift.models.hf.sparse import SparseCache
@@ -67,7 +67,7 @@ class Target:
         except ValueError:
             number = -1.0
         if measure not in MEASURES or not 0 < number <= (inf if measure == "kl" else 1) or not isfinite(number):
-            raise InputError(f"the target {text!r} must be such as kl=0.02, agreement=0.97 or recovery=0.95.")
+            raise InvalidValue(f"the target {text!r} must be such as kl=0.02, agreement=0.97 or recovery=0.95.")
         return cls(measure, number)
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ import typer
 from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
-from kvsift.errors import InputError, unknown
+from kvsift.errors import Conflict, UnusedOption, unknown
 
 
 @o.expand
@@ -77,7 +77,7 @@ def ask(
     was on it. docs/concepts.md explains all words.
     """
     if questions_file == "-" and "-" in context:
-        raise InputError("standard input (-) cannot be both the context and the questions. Give one of them as a file.")
+        raise Conflict("standard input (-) cannot be both the context and the questions. Give one of them as a file.")
     items = files.read_questions(question or [], questions_file)
     specs = [files.read_plan(spec) for spec in (plan, *(compare or ()))]
     if question_phase not in ("prefill", "decode"):
@@ -88,10 +88,10 @@ def ask(
     files.require_writable(save, "--save", read)
     files.require_replaceable(save, "--save")
     if out is not None and save is not None and out.resolve() == save.resolve():
-        raise InputError(f"--out and --save are both {out}, and one would replace the other. Name two files.")
+        raise Conflict(f"--out and --save are both {out}, and one would replace the other. Name two files.")
     saved = files.saved_document(context)
     if saved is not None and (template is not None or system is not None):
-        raise InputError(
+        raise UnusedOption(
             f"{saved} is saved with its prompt. Leave out --system, --prompt-template and --raw, or give the text."
         )
     o.use_threads(threads)

@@ -15,7 +15,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.numbers_table import print_rows
 from kvsift.cli.printing import console, plain
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, UnusedOption
 
 if TYPE_CHECKING:
     from kvsift.api.llm import LLM
@@ -49,9 +49,9 @@ class LayerChoices:
         """Refuse options that do not apply (``InputError``)."""
         given = [name for name, value in vars(self).items() if value is not None]
         if given and not layers:
-            raise InputError(f"--{given[0].replace('_', '-')} is an option of --layers; add that, or leave it out.")
+            raise UnusedOption(f"--{given[0].replace('_', '-')} is an option of --layers; add that, or leave it out.")
         if self.anchors is not None and self.min_recovery is not None:
-            raise InputError("--anchors and --min-recovery both say how many layers select; give one of them.")
+            raise Conflict("--anchors and --min-recovery both say how many layers select; give one of them.")
 
 
 @o.expand

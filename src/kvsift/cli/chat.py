@@ -17,7 +17,16 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.conversation import ChatContext, Conversation, passage_lines
 from kvsift.cli.printing import ProgressBar, cell, console, counted, plain
-from kvsift.errors import InputError, KVSiftError, unknown
+from kvsift.errors import (
+    Conflict,
+    InvalidValue,
+    KVSiftError,
+    MissingInput,
+    Unavailable,
+    UnsupportedPrompt,
+    UnwritableFile,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from kvsift.engine.options import Options
@@ -185,14 +194,14 @@ class ChatCommands:
 
     def _passages(self, number: str) -> None:
         if number and not (number.isdecimal() and int(number)):
-            raise InputError(f"/passages {number}: give the number of lines to show, 1 or more.")
+            raise InvalidValue(f"/passages {number}: give the number of lines to show, 1 or more.")
         conversation, most = self._conversation, int(number or MOST_PASSAGES)
         if not conversation.context.text:
-            raise InputError("this chat has no context, so there are no passages of it. /context FILE gives one.")
+            raise MissingInput("this chat has no context, so there are no passages of it. /context FILE gives one.")
         if conversation.last is None:
-            raise InputError("there is no answer whose passages could be shown; ask something first.")
+            raise MissingInput("there is no answer whose passages could be shown; ask something first.")
         if conversation.last.passages is None:
-            raise InputError(f"there are no passages: {conversation.why_no_passages}")
+            raise UnsupportedPrompt(f"there are no passages: {conversation.why_no_passages}")
         for line in passage_lines(conversation.context, conversation.last.passages, most):
             show(line)
 
@@ -200,7 +209,7 @@ class ChatCommands:
         conversation = self._conversation
         if paths := _words(names):
             if "-" in paths:
-                raise InputError("/context -: standard input has the questions. Name files.")
+                raise Conflict("/context -: standard input has the questions. Name files.")
             conversation.begin(ChatContext.read([*map(os.path.expanduser, paths)]))
         about = ", ".join(conversation.context.names)
         show(f"context: {about}, {conversation.num_tokens:,} tokens" if about else "there is no context.")
@@ -212,14 +221,14 @@ class ChatCommands:
         words = _words(rest)
         names, force = [word for word in words if word != "--force"], "--force" in words
         if len(names) != 1:
-            raise InputError("/save needs the name of one file, for instance /save chat.md.")
+            raise MissingInput("/save needs the name of one file, for instance /save chat.md.")
         conversation, path = self._conversation, Path(names[0]).expanduser()
         if not conversation.num_turns:
-            raise InputError("there is nothing to save yet.")
+            raise MissingInput("there is nothing to save yet.")
         files.require_writable(path, "/save")
         if path.exists() and not force and self._refused != path:
             self._refused = path
-            raise InputError(f"{path} exists. Give the command again to replace it, or /save --force {names[0]}.")
+            raise UnwritableFile(f"{path} exists. Give the command again to replace it, or /save --force {names[0]}.")
         self._refused = None
         files.write_whole(path, conversation.as_markdown())
         show(f"saved: {path}, {counted(conversation.num_turns, 'turn')}")
@@ -244,7 +253,7 @@ def _words(text: str) -> Sequence[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InputError(f"{text}: {error}; close the quotation.") from None
+        raise InvalidValue(f"{text}: {error}; close the quotation.") from None
 
 
 def complain(error: object) -> None:
@@ -307,4 +316,4 @@ def open_terminal() -> int:
     try:
         return os.open("/dev/tty", os.O_RDWR)
     except OSError:
-        raise InputError(NO_TERMINAL) from None
+        raise Unavailable(NO_TERMINAL) from None

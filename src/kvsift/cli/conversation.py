@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvsift.cli import files
 from kvsift.cli.comparison import cut_mark
 from kvsift.cli.printing import ProgressBar, StrippedText, cell, console, counted, plain
-from kvsift.errors import InputError
+from kvsift.errors import MissingInput, WrongFile
 
 if TYPE_CHECKING:
     from kvsift.api.answer import Answer
@@ -73,7 +73,7 @@ class ChatContext:
             InputError: if one is no text, or a saved document.
         """
         if (saved := files.saved_document(names)) is not None:
-            raise InputError(f"{saved} is a saved document, and a chat reads texts. Give the text, or use kvsift ask.")
+            raise WrongFile(f"{saved} is a saved document, and a chat reads texts. Give the text, or use kvsift ask.")
         return cls([(name, files.read_texts([name], "context")) for name in names])
 
     def places(self, start: int, stop: int) -> list[Place]:
@@ -166,7 +166,7 @@ class Conversation:
             InputError: if there is none.
         """
         if not self._chat.turns:
-            raise InputError("there is no turn to undo.")
+            raise MissingInput("there is no turn to undo.")
         self.last = None
         self._numbers.pop()
         return self._chat.turns.pop()[0]

@@ -11,7 +11,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
 from kvsift.cli.printing import ProgressBar
-from kvsift.errors import InputError
+from kvsift.errors import UnwritableFile
 
 # (fact, depth in the document, question)
 FACTS = (
@@ -44,7 +44,7 @@ def demo(
         text = make_document(tokens)
     if document is not None:
         if document.exists() and document.read_bytes() != text.encode():
-            raise InputError(f"--document {document}: another file is there. Give another name, or remove it.")
+            raise UnwritableFile(f"--document {document}: another file is there. Give another name, or remove it.")
         files.write_whole(document, text)
     if not quiet:
         print(

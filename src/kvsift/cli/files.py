@@ -11,7 +11,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import (
+    Conflict,
+    EmptyText,
+    InvalidText,
+    InvalidValue,
+    MissingFile,
+    MissingInput,
+    UnreadableFile,
+    UnwritableFile,
+    WrongFile,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from kvsift.api.answer import Answer
@@ -26,7 +37,7 @@ def read_template(template: str | None, raw: bool) -> str | None:
         InputError: if the file cannot be read, or both options are given.
     """
     if raw and template is not None:
-        raise InputError("--raw and --prompt-template are two prompts; give one of them.")
+        raise Conflict("--raw and --prompt-template are two prompts; give one of them.")
     if raw or template is None:
         return RAW if raw else None
     is_text = "{context}" in template or "{question}" in template
@@ -40,7 +51,7 @@ def read_texts(names: Sequence[str], what: str) -> str:
         InputError: as ``read_text``.
     """
     if "-" in names and sys.stdin is None:
-        raise InputError(f"standard input is closed, and the {what} was to be read from it.")
+        raise MissingInput(f"standard input is closed, and the {what} was to be read from it.")
     texts = [_decoded(sys.stdin.buffer.read(), f"{what} on", "standard input") if name == "-" else
              read_text(Path(name), what) for name in names]  # fmt: skip
     return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
@@ -56,7 +67,7 @@ def saved_document(names: Sequence[str]) -> Path | None:
 
     saved = [path for path in map(Path, names) if is_saved_document(path)]
     if saved and len(names) > 1:
-        raise InputError(f"--context {saved[0]} is a saved document, which other files cannot be joined with.")
+        raise WrongFile(f"--context {saved[0]} is a saved document, which other files cannot be joined with.")
     return saved[0] if saved else None
 
 
@@ -68,17 +79,17 @@ def read_text(path: Path, what: str) -> str:
     """
     try:
         if not path.exists():
-            raise InputError(f"the {what} file {path} does not exist.")
+            raise MissingFile(f"the {what} file {path} does not exist.")
         if path.is_dir():
-            raise InputError(
+            raise WrongFile(
                 f"the {what} {path} is a folder. Name the text files in it: --context and --text may be given several "
                 "times, with a file each."
             )
         if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
-            raise InputError(f"the {what} {path} is not a file.")
+            raise WrongFile(f"the {what} {path} is not a file.")
         data = path.read_bytes()
     except OSError as error:  # no permission, or a text instead of a file's name
-        raise InputError(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
+        raise UnreadableFile(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
     return _decoded(data, f"{what} file", str(path))
 
 
@@ -86,16 +97,16 @@ def _decoded(data: bytes, what: str, path: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(
+        raise InvalidText(
             f"the {what} {path} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}). Convert it to "
             "plain text first, for instance with pdftotext or iconv."
         ) from None
     if "\0" in text:
-        raise InputError(f"the {what} {path} holds zero bytes: it is binary, not text.")
+        raise InvalidText(f"the {what} {path} holds zero bytes: it is binary, not text.")
     if not text:
-        raise InputError(f"the {what} {path} is empty.")
+        raise EmptyText(f"the {what} {path} is empty.")
     if not text.strip():
-        raise InputError(f"the {what} {path} has {len(text):,} characters, all of them white space.")
+        raise EmptyText(f"the {what} {path} has {len(text):,} characters, all of them white space.")
     return text
 
 
@@ -117,11 +128,11 @@ def require_writable(path: Path | None, option: str, read: Sequence[str | Path |
     if path is None:
         return
     if any(_is_same(path, name) for name in read if name is not None):
-        raise InputError(f"{option} {path} would replace a file that this command reads. Give it another name.")
+        raise UnwritableFile(f"{option} {path} would replace a file that this command reads. Give it another name.")
     if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: the directory {path.parent} does not exist.")
+        raise UnwritableFile(f"{option} {path}: the directory {path.parent} does not exist.")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{option} {path}: no file can be written there.")
+        raise UnwritableFile(f"{option} {path}: no file can be written there.")
 
 
 def _is_same(path: Path, name: str | Path) -> bool:
@@ -136,7 +147,7 @@ def require_replaceable(path: Path | None, option: str) -> None:
     from kvsift.api.saved_header import is_saved_document
 
     if path is not None and path.exists() and not is_saved_document(path):
-        raise InputError(
+        raise UnwritableFile(
             f"{option} {path}: a file that is no saved document is there. Give another name, or remove it."
         )
 
@@ -172,7 +183,7 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
     except caught as error:
         path.with_name(path.name + ".partial").unlink(missing_ok=True)
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise InputError(
+        raise UnwritableFile(
             f"{path} is not written: {why}. Make room or name another place, and give the command again."
         ) from None
 
@@ -185,9 +196,9 @@ def read_plan(text: str) -> str | dict[str, Any]:
     try:
         tables = tomllib.loads(read_text(Path(text), "plan"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{text} is not TOML: {error}") from None
+        raise WrongFile(f"{text} is not TOML: {error}") from None
     if "plan" not in tables:
-        raise InputError(f"{text} has no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
+        raise MissingInput(f"{text} has no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
     plan: str | dict[str, Any] = tables["plan"]
     return plan
 
@@ -223,13 +234,13 @@ def read_questions(questions: Sequence[str], file: str | None) -> list[dict[str,
             item = None
         item = {"question": item} if isinstance(item, str) else item
         if not isinstance(item, dict) or not isinstance(item.get("question"), str):
-            raise InputError(
+            raise InvalidValue(
                 f'line {number} of {file} is not a question; write a JSON string, or an object such as {{"question": '
                 '"Why?"}, on each line.'
             )
         items.append(item)
     if not items:
-        raise InputError("there is nothing to ask; give --question, --questions-file, or both.")
+        raise MissingInput("there is nothing to ask; give --question, --questions-file, or both.")
     return items
 
 
@@ -258,4 +269,4 @@ def write_line(file: TextIO, item: dict[str, Any], answer: Answer) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise InputError(f"the answer cannot be written: {error.strerror}. Those before it are safe.") from None
+        raise UnwritableFile(f"the answer cannot be written: {error.strerror}. Those before it are safe.") from None

@@ -14,7 +14,7 @@ from kvsift.cli import options as o
 from kvsift.cli.comparison import Column, Reading, cut_mark, print_guard
 from kvsift.cli.numbers_table import print_numbers
 from kvsift.cli.printing import ProgressBar, plain
-from kvsift.errors import InputError
+from kvsift.errors import Conflict
 
 
 @o.expand
@@ -45,7 +45,7 @@ def generate(
     was on it. docs/concepts.md explains all words.
     """
     if (prompt is None) == (prompt_file is None):
-        raise InputError("give the text to continue with either --prompt or --prompt-file.")
+        raise Conflict("give the text to continue with either --prompt or --prompt-file.")
     spec = files.read_plan(plan)
     files.require_writable(out, "--out", [prompt_file])
     text = files.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)

@@ -27,7 +27,7 @@ from kvsift.cli.methods import methods
 from kvsift.cli.printing import plain
 from kvsift.cli.serve import serve
 from kvsift.cli.tune import tune
-from kvsift.errors import InputError, KVSiftError
+from kvsift.errors import KVSiftError, MissingPackage
 
 LABORATORY = ("bench", "eval", "explain", "report")  # commands of the distribution kvsift-lab
 NOTHING_HALF_WRITTEN = "No file was left half written."
@@ -52,7 +52,9 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name) or added_commands().get(cmd_name)
         if found is None and cmd_name in LABORATORY:
-            raise InputError(f"kvsift {cmd_name} comes with kvsift-lab, which is not installed: {install_laboratory()}")
+            raise MissingPackage(
+                f"kvsift {cmd_name} comes with kvsift-lab, which is not installed: {install_laboratory()}"
+            )
         return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.printing import plain
-from kvsift.errors import InputError
+from kvsift.errors import InputError, InvalidMethod
 
 if TYPE_CHECKING:
     from kvsift.methods import Entry
@@ -73,7 +73,7 @@ def method_row(name: str) -> dict[str, Any]:
     except Exception as error:
         if not entry.package:
             raise
-        raise InputError(
+        raise InvalidMethod(
             f"the method {name!r} of the installed package {entry.package} cannot be described: "
             f"{type(error).__name__}: {error}."
         ) from error

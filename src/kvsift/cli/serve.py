@@ -15,7 +15,7 @@ import typer
 
 from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.errors import InputError, unknown
+from kvsift.errors import Conflict, InvalidValue, MissingInput, MissingPackage, UnusedOption, unknown
 
 SERVER = "kvsift.vllm.serve_command"
 NO_VLLM = (
@@ -100,11 +100,11 @@ def serve(
         _replace_by_vllm(model, plan, allow or [], options.dense_below, given, passed_on)
     if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
         if names and not others[0].startswith("-"):
-            raise InputError(f"{others[0]!r} belongs to no option. Give {NAMES} once for each name.")
+            raise InvalidValue(f"{others[0]!r} belongs to no option. Give {NAMES} once for each name.")
         known = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
         raise unknown("option", others[0].partition("=")[0], known)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise InputError(NO_SERVER.format(", ".join(missing)))
+        raise MissingPackage(NO_SERVER.format(", ".join(missing)))
     from kvsift.server.run import serve as run
     from kvsift.server.settings import ServerSettings, check_exposure, read_keys
 
@@ -141,12 +141,14 @@ def _replace_by_vllm(
         InputError: for settings that the plugin or the engine does not have.
     """
     if model is None or model.startswith("-"):  # an option of vLLM
-        raise InputError("--engine vllm needs a MODEL, before options of vLLM. The embedded model has --engine kvsift.")
+        raise MissingInput(
+            "--engine vllm needs a MODEL, before options of vLLM. The embedded model has --engine kvsift."
+        )
     if others := given - {*SHARED, *PASSED_ON}:
         names = ", ".join(sorted("--" + name.removeprefix("is_").replace("_", "-") for name in others))
-        raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
+        raise UnusedOption(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
     if dense_below != "auto" and not dense_below.isdecimal():
-        raise InputError(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")
+        raise InvalidValue(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")
     settings: dict[str, Any] = {"plan": files.read_plan(plan), "plans": list(allow)}
     if dense_below != "auto":
         settings["dense_below"] = int(dense_below)
@@ -173,10 +175,10 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     Settings.read({KEY: settings}, plans)
     settings = {**settings, "plan": named[0], "plans": named[1:]}  # looked up once, for all processes of vLLM
     if find_spec("vllm") is None:
-        raise InputError(NO_VLLM)
+        raise MissingPackage(NO_VLLM)
     config, others = _without_config(list(passed_on))
     if KEY in config:
-        raise InputError(f"{CONFIG} has settings for {KEY}; give them as options: --plan, --allow-plan, --dense-below.")
+        raise Conflict(f"{CONFIG} has settings for {KEY}; give them as options: --plan, --allow-plan, --dense-below.")
     if _on_gpu() and not any(option.startswith("--attention-backend") for option in others):
         others = ["--attention-backend", "CUSTOM", *others]
     config_text = json.dumps({**config, KEY: settings})
@@ -204,7 +206,9 @@ def _without_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, text = option.partition("=")
         name = name.replace("_", "-")
         if name.startswith(f"{CONFIG}."):
-            raise InputError(f"{option}: give {CONFIG} as one JSON object, to which the settings of kvsift are added.")
+            raise InvalidValue(
+                f"{option}: give {CONFIG} as one JSON object, to which the settings of kvsift are added."
+            )
         if name != CONFIG:
             continue
         stop = index + (1 if equals else 2)
@@ -214,6 +218,6 @@ def _without_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:
         except ValueError:
             config = None
         if not isinstance(config, dict):
-            raise InputError(f"{CONFIG} {text} must be a JSON object.")
+            raise InvalidValue(f"{CONFIG} {text} must be a JSON object.")
         return config, passed_on[:index] + passed_on[stop:]
     return {}, passed_on

@@ -26,7 +26,7 @@ from kvsift.engine.sequence import OPEN_STATES, CacheReport, FinishReason, Seque
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
-from kvsift.errors import InputError
+from kvsift.errors import NotEnoughMemory, Unavailable
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
@@ -84,7 +84,7 @@ class Loop(EngineThread):
             InputError: if too many requests wait.
         """
         if len(self._seqs) + len(self._entering) >= MOST_OPEN:
-            raise InputError(FULL)
+            raise Unavailable(FULL)
         seq.key = next(self._keys)
         if self._num_threads and (number := torch.get_num_threads()) != self._num_threads:
             self._num_threads = number
@@ -159,7 +159,7 @@ class Loop(EngineThread):
         seq.root = b"" if seq.no_reuse else self._runner.root(seq)
         self.pages.hold(seq, self.pages.found(seq))
         if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq), seq.call):
-            raise InputError(FULL)
+            raise Unavailable(FULL)
 
     def _close(self, seq: Sequence, lets_go: bool) -> None:
         self._end(seq, "cancelled")
@@ -267,7 +267,7 @@ class Loop(EngineThread):
         seq = max(waiting, key=self._runner.pages_of)
         length, more = len(seq.request.ids), seq.request.max_new_tokens
         room = self.pages.room(self.seqs) * self._runner.page_size
-        error = InputError(
+        error = NotEnoughMemory(
             f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
             "all. Shorten the prompt, or generate fewer."
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvsift.errors import InputError
+from kvsift.errors import NotEnoughMemory
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
@@ -80,7 +80,7 @@ def require_memory(
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:
         weights, where = directory.weight_bytes(device, dtype), "in memory"
-    raise InputError(
+    raise NotEnoughMemory(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({weights / GIB:.1f} GiB of weights "
         f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
@@ -95,7 +95,7 @@ def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_token
     if free is not None and need > free:
         is_packed = place.knob("host_values") == "int8"
         packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
-        raise InputError(
+        raise NotEnoughMemory(
             f"the KV of {num_tokens:,} tokens takes {need / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB is "
             f"free. Shorten the context{packed}."
         )

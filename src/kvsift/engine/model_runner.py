@@ -19,7 +19,7 @@ from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.pace import Paces
 from kvsift.engine.uncopied import Uncopied
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, ContextLengthExceeded, InvalidValue, OtherModel
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
@@ -140,7 +140,7 @@ class ModelRunner(Uncopied):
         count = len(self.tokenizer(head, add_special_tokens=False, verbose=False)["input_ids"])
         if count > positions:
             estimate = float(f"{count * len(text) / len(head):.2g}")
-            raise InputError(
+            raise ContextLengthExceeded(
                 f"the text has {len(text):,} characters, about {estimate:,.0f} tokens, but {self.directory.name} was "
                 f"made for {positions:,} positions. Give a part of it ({PARTS}), or use a model made for longer "
                 "contexts."
@@ -156,7 +156,7 @@ class ModelRunner(Uncopied):
         name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
-            raise InputError(
+            raise OtherModel(
                 f"the tokenizer of {name} gives token {largest:,}, but the model has a vocabulary of {vocabulary:,}. "
                 "They do not belong together."
             )
@@ -168,7 +168,7 @@ class ModelRunner(Uncopied):
                 ways.insert(0, f"shorten the context by {total - positions:,} tokens ({PARTS})")
             if longest < positions:
                 ways.insert(0, f"generate {positions - longest:,} at most")
-            raise InputError(
+            raise ContextLengthExceeded(
                 f"the prompt has {longest:,} tokens and up to {max_new_tokens:,} will be generated, but {name} was "
                 f"made for {positions:,} positions. To go on: {', or '.join(ways)}."
             )
@@ -328,13 +328,13 @@ class ModelRunner(Uncopied):
         for stop in options.stops:
             found = next((token for token in unseen if token in stop and token != stop), None)
             if found is not None:
-                raise InputError(
+                raise Conflict(
                     f"stop={stop!r} has the special token {found!r} in it, which is left out of the text. Stop at "
                     f"{found!r}, or give skip_special_tokens=False."
                 )
         named = {*(options.stop_token_ids or ())}
         if vocabulary is not None and max(named, default=0) >= vocabulary:
-            raise InputError(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
+            raise InvalidValue(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return decoder.special.intersection(map(decoder.added.get, (*options.stops, *stops))) | named
 
 
@@ -351,7 +351,7 @@ def _settings_of(model: Any, tokenizer: Any) -> GenerationSettings:
 def require_tokens(ids: object) -> None:
     """Refuse what are no tokens (``InputError``)."""
     if not isinstance(ids, list | tuple):
-        raise InputError(f"a prompt of tokens is a list of whole numbers; got {type(ids).__name__}.")
+        raise InvalidValue(f"a prompt of tokens is a list of whole numbers; got {type(ids).__name__}.")
     if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:
         return  # one by one, 32K tokens would take 26 ms
     for token in ids:

@@ -9,7 +9,7 @@ from sys import float_info
 from typing import TypedDict
 
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError, unknown
+from kvsift.errors import Conflict, InvalidValue, UnknownName, unknown
 from kvsift.methods import checks
 from kvsift.models.hf.sparse import PlanSpec
 
@@ -77,7 +77,7 @@ class GenerateOptions:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name in (field.name for field in fields(Sampling)):
-                raise InputError(f"unknown option {name!r}; give sampling=kvsift.Sampling({name}=...).")
+                raise UnknownName(f"unknown option {name!r}; give sampling=kvsift.Sampling({name}=...).")
             if name not in known:
                 raise unknown("option", name, [*known, *others])
         return cls(**options)
@@ -90,25 +90,25 @@ class GenerateOptions:
         seconds = self.timeout_s
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and (0 < seconds <= float_info.max or seconds == inf)):
-            raise InputError(f"timeout_s={seconds!r} must be a number of seconds above 0, or None.")
+            raise InvalidValue(f"timeout_s={seconds!r} must be a number of seconds above 0, or None.")
         for each in self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]:
             if each is not None and not isinstance(each, Sampling):
-                raise InputError(
+                raise InvalidValue(
                     f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
                 )
         stops_of(self.stop)
         tokens = self.stop_token_ids or ()
         if not isinstance(tokens, list | tuple | Set):
-            raise InputError(f"stop_token_ids={tokens!r} must be a list of tokens, as whole numbers.")
+            raise InvalidValue(f"stop_token_ids={tokens!r} must be a list of tokens, as whole numbers.")
         for token in tokens:
             checks.whole("a token of stop_token_ids", token, 0)
         if self.skip_special_tokens is not None:
             checks.flag("skip_special_tokens", self.skip_special_tokens)
         for name in ("exact", "passages"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")
+                raise InvalidValue(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.exact and self.passages:
-            raise InputError(
+            raise Conflict(
                 "exact=True answers by dense attention, which reads everything; passages are what a plan has selected. "
                 "Leave one of them out."
             )
@@ -127,7 +127,7 @@ class GenerateOptions:
         if not isinstance(self.sampling, list | tuple):
             return [self] * num_prompts
         if len(self.sampling) != num_prompts:
-            raise InputError(
+            raise InvalidValue(
                 f"there are {len(self.sampling)} samplings for {num_prompts} prompts; give one for each, or one for "
                 "all."
             )
@@ -143,5 +143,5 @@ def stops_of(stop: Stop) -> str | list[str] | None:
     if stop is None or isinstance(stop, str):
         return stop
     if not isinstance(stop, list | tuple | set | frozenset) or not all(isinstance(each, str) for each in stop):
-        raise InputError(f"stop={stop!r} must be a text, or several texts, that end the answer.")
+        raise InvalidValue(f"stop={stop!r} must be a text, or several texts, that end the answer.")
     return sorted(stop) if isinstance(stop, Set) else list(stop)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError, LogitsError
+from kvsift.errors import InvalidValue, LogitsError
 from kvsift.methods import checks
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class Sampling:
     def __post_init__(self) -> None:
         checks.use_python_numbers(self)
         if not _is_number(self.temperature) or not 0 <= self.temperature <= float_info.max:
-            raise InputError(f"temperature={self.temperature!r} must be a number, 0 (greedy) or more.")
+            raise InvalidValue(f"temperature={self.temperature!r} must be a number, 0 (greedy) or more.")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p!r} must be a number greater than 0 and at most 1.")
+            raise InvalidValue(f"top_p={self.top_p!r} must be a number greater than 0 and at most 1.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
-            raise InputError(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
+            raise InvalidValue(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
 
     def nth(self, number: int) -> Sampling:
         """The sampling of one of several answers: the first one's is this, and no two that begin at seeds side by side

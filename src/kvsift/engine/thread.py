@@ -18,7 +18,7 @@ from threading import Lock, Thread, get_ident
 from time import perf_counter
 from typing import TypeVar
 
-from kvsift.errors import InputError
+from kvsift.errors import Unavailable
 from kvsift.models.inference import inference
 from kvsift.threads import end_team
 
@@ -74,9 +74,9 @@ class EngineThread(ABC):
             InputError: in a process that was forked from the one that runs it, and after ``stop``.
         """
         if self._is_closed:
-            raise InputError("this LLM is closed. Make another one.")
+            raise Unavailable("this LLM is closed. Make another one.")
         if self._thread is not None and self._process != os.getpid():
-            raise InputError(
+            raise Unavailable(
                 f"this LLM computes in a thread of process {self._process}, which a forked process does not have. Make "
                 "the LLM in the process that uses it, or start that one with multiprocessing's method 'spawn'."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall
 
 
 class Uncopied:
@@ -14,4 +14,4 @@ class Uncopied:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         name = type(self).__name__
-        raise InputError(f"{name} can neither be copied nor be sent to another process. {self.INSTEAD}")
+        raise UnsupportedCall(f"{name} can neither be copied nor be sent to another process. {self.INSTEAD}")

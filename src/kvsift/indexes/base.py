@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, InvalidValue, NotFinite
 from kvsift.native.shapes import HeadRows
 
 NOTHING = -1  # id of a result that is missing
@@ -71,16 +71,16 @@ def check_search(queries: Tensor, keys: HeadRows, k: int) -> None:
     """
     fit = queries.ndim == 2 and len(keys.shape) == 3 and queries.shape[1] == keys.shape[2]
     if not fit or queries.shape[0] % keys.shape[0]:
-        raise InputError(
+        raise InvalidTensor(
             f"queries {list(queries.shape)} do not fit keys {list(keys.shape)}: give [num_query_heads, head_dim] and "
             "[num_kv_heads, n, head_dim], the query heads a multiple of the KV heads."
         )
     if k < 1:
-        raise InputError(f"k={k} keys cannot be searched for; ask for 1 or more.")
+        raise InvalidValue(f"k={k} keys cannot be searched for; ask for 1 or more.")
     if queries.device.type != "cpu" or keys.device.type != "cpu":
-        raise InputError(f"an index searches host memory, and the keys are on {keys.device}; copy them there first.")
+        raise InvalidTensor(f"an index searches host memory, and the keys are on {keys.device}; copy them there first.")
     if not bool(torch.isfinite(queries).all()):
-        raise InputError("a query holds NaN or an infinite number: no key is nearest to it. Check what made it.")
+        raise NotFinite("a query holds NaN or an infinite number: no key is nearest to it. Check what made it.")
 
 
 def check_keys(keys: Tensor) -> None:
@@ -91,7 +91,7 @@ def check_keys(keys: Tensor) -> None:
     """
     # a sum reads them once without a temporary tensor; it may overflow though all are finite
     if not bool(keys.sum(dtype=torch.float32).isfinite()) and not bool(keys.isfinite().all()):
-        raise InputError("keys hold NaN or infinite numbers: no query can rank them. Check what made them.")
+        raise NotFinite("keys hold NaN or infinite numbers: no query can rank them. Check what made them.")
 
 
 def best(ids: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, MissingPackage
 from kvsift.indexes.base import SearchCount, best, check_search, merged
 from kvsift.indexes.flat import exact_search
 
@@ -32,7 +32,7 @@ def load_faiss() -> Any:
     try:
         return import_module("faiss")
     except ImportError as error:
-        raise InputError(
+        raise MissingPackage(
             f"the indexes ivf, hnsw and faiss_flat need faiss, which cannot be imported ({error}). Install it: "
             "pip install faiss-cpu."
         ) from error
@@ -134,7 +134,7 @@ class HNSWIndex(FaissIndex):
     def __init__(self, links: int = 32, beam: int | None = None) -> None:
         super().__init__()
         if links < 2 or (beam is not None and beam < 1):
-            raise InputError(f"links={links} must be 2 or more, and beam={beam} 1 or more, or left out.")
+            raise InvalidValue(f"links={links} must be 2 or more, and beam={beam} 1 or more, or left out.")
         self.links, self.beam = links, beam
 
     @classmethod
@@ -173,7 +173,7 @@ class IVFIndex(FaissIndex):
     def __init__(self, nlist: int | None = None, nprobe: int | None = None) -> None:
         super().__init__()
         if (nlist is not None and nlist < 1) or (nprobe is not None and nprobe < 1):
-            raise InputError(f"nlist={nlist} and nprobe={nprobe} must be 1 or more clusters, or left out.")
+            raise InvalidValue(f"nlist={nlist} and nprobe={nprobe} must be 1 or more clusters, or left out.")
         self.nlist, self.nprobe = nlist, nprobe
 
     @classmethod

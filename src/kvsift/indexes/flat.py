@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import InputError, MissingPackage
 from kvsift.indexes.base import SearchCount, best, check_keys, check_search, merged
 from kvsift.native.shapes import HeadRows, PooledRows, check_rows
 
@@ -81,7 +81,7 @@ class FlatIndex:
             InputError: if codes need the compiled core and it is missing, or for keys that are not finite.
         """
         if codes is not None and not native.available():
-            raise InputError(f"a scan of {codes} codes needs the compiled core: {native.why_missing()}")
+            raise MissingPackage(f"a scan of {codes} codes needs the compiled core: {native.why_missing()}")
         index = cls(codes)
         index.extend(keys)
         return index

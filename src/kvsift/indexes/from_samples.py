@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 from kvsift.indexes.knn import knn
 from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.rerotate import rerotate
@@ -85,7 +85,7 @@ def sample_lists(
     """
     num_query_heads, t, _ = samples.queries.shape
     if not t or samples.positions.shape != (t,):
-        raise InputError(
+        raise InvalidTensor(
             f"{t} sampled queries with {tuple(samples.positions.shape)} positions: give at least one each."
         )
     count, device = min(per_head, t), samples.queries.device if samples.queries.is_cuda else keys.device

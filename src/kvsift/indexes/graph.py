@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 from kvsift.indexes.base import SearchCount, check_keys, check_search
 from kvsift.indexes.from_samples import sample_lists
 from kvsift.indexes.graph_build import NUM_ENTRIES, Per, build_graphs, check_form, check_per
@@ -129,7 +129,7 @@ class GraphIndex:
         num_query_heads, num_graphs = queries.shape[0], self.neighbours.shape[0]
         beams = self.widened
         if num_query_heads % num_graphs or len(beams) != num_kv_heads or min(beams) < 1 or n < self.rows:
-            raise InputError(
+            raise InvalidTensor(
                 f"{num_query_heads} query heads, {num_kv_heads} KV heads, {n} keys, beams {beams}: this index has "
                 f"{num_graphs} graphs over {self.rows} rows. Give the heads it was built for, a beam of 1 or more per "
                 "KV head, and crop() the index when keys are cut."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidTensor, InvalidValue, unknown
 
 Per = Literal["kv_head", "query_head"]
 
@@ -33,7 +33,7 @@ def build_graphs(
     num_kv_heads, n, _ = keys.shape
     _check_lists(lists, num_kv_heads, n)
     if degree < 4 or compat not in (None, "paper"):
-        raise InputError(f"degree={degree}, compat={compat!r}: degree must be at least 4, compat None or 'paper'.")
+        raise InvalidValue(f"degree={degree}, compat={compat!r}: degree must be at least 4, compat None or 'paper'.")
     num_graphs = num_kv_heads if check_per(per) == "kv_head" else lists.shape[0]
     grouped = lists.to("cpu", torch.int32).reshape(num_graphs, -1, lists.shape[2]).contiguous()
     neighbours = torch.empty(num_graphs, n, degree * (2 if compat else 1), dtype=torch.int32)
@@ -65,9 +65,9 @@ def check_per(per: str) -> str:
 
 def _check_lists(lists: Tensor, num_kv_heads: int, num_keys: int) -> None:
     if lists.ndim != 3 or lists.shape[0] == 0 or lists.shape[0] % num_kv_heads:
-        raise InputError(f"lists {tuple(lists.shape)}: give [num_query_heads, t, k] for {num_kv_heads} KV heads.")
+        raise InvalidTensor(f"lists {tuple(lists.shape)}: give [num_query_heads, t, k] for {num_kv_heads} KV heads.")
     if lists.numel() and (int(lists.max()) >= num_keys or int(lists.min()) < -1):
-        raise InputError(
+        raise InvalidTensor(
             f"lists hold ids from {int(lists.min())} to {int(lists.max())}; keys have rows 0 to {num_keys - 1}."
         )
 
@@ -79,9 +79,9 @@ def check_form(keys: Tensor) -> None:
         InputError: unless they are [num_kv_heads, n, d] on the CPU, bf16 or float32, the rows of a head contiguous.
     """
     if keys.ndim != 3 or keys.device.type != "cpu" or keys.dtype not in (torch.bfloat16, torch.float32):
-        raise InputError(
+        raise InvalidTensor(
             f"keys {tuple(keys.shape)}, {keys.dtype} on {keys.device}: an index needs [num_kv_heads, n, d] on the CPU, "
             "bf16 or float32."
         )
     if keys.numel() and (keys.stride(2) != 1 or (keys.shape[1] > 1 and keys.stride(1) != keys.shape[2])):
-        raise InputError(f"keys with strides {keys.stride()}: rows of a head must lie next to each other in memory.")
+        raise InvalidTensor(f"keys with strides {keys.stride()}: rows of a head must lie next to each other in memory.")

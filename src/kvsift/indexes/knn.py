@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 
 BLOCK_BYTES = 32 << 20  # of scores at a time, which fit the last-level cache of the processors measured
 DEVICE_BLOCK_BYTES = 256 << 20  # on a GPU, which is faster with larger blocks
@@ -33,7 +33,7 @@ def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None
     num_query_heads, t, d = queries.shape
     num_kv_heads, n, key_dim = keys.shape
     if d != key_dim or not num_kv_heads or num_query_heads % num_kv_heads or k < 1:
-        raise InputError(
+        raise InvalidTensor(
             f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, k = {k}: heads must have one size, query heads "
             "must be a multiple of KV heads, and k at least 1."
         )

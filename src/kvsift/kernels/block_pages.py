@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 
 CHUNK = 1024  # pages of a program
@@ -38,7 +38,7 @@ class BlockPages(NamedTuple):
         if block_size == page_size:
             return cls(block_size, page_size, 1)
         if block_size % page_size or block % (page_size * token):
-            raise InputError(
+            raise InvalidTensor(
                 f"blocks of {block_size} tokens with strides {cache.stride()} are not pages of {page_size} at equal "
                 f"distances; take --block-size {page_size}."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 from kvsift.types import Rope
 
 
@@ -25,12 +25,12 @@ def rerotate(queries: Tensor, positions: Tensor, targets: Tensor, rope: Rope) ->
     """
     rotary_dim = 2 * len(rope.inv_freq)
     if positions.shape != targets.shape or positions.shape != queries.shape[1:2]:
-        raise InputError(
+        raise InvalidTensor(
             f"{queries.shape[1]} queries, {tuple(positions.shape)} positions and {tuple(targets.shape)} targets: give "
             "one position and one target per query."
         )
     if rotary_dim > queries.shape[2]:
-        raise InputError(f"the rotary embedding rotates {rotary_dim} numbers, and heads have {queries.shape[2]}.")
+        raise InvalidTensor(f"the rotary embedding rotates {rotary_dim} numbers, and heads have {queries.shape[2]}.")
     distance = (targets - positions).to(queries.device, torch.float64)
     # in float64 and within one turn: in float32 a long distance times a frequency of 1 has too few digits
     angles = distance[:, None] * rope.inv_freq.to(queries.device, torch.float64)

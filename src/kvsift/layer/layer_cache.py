@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import EvictedTokens
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
@@ -86,7 +86,7 @@ class LayerCache:
         """
         self._wait()
         if self.store.num_stored(row) < self.store.lengths[row]:
-            raise InputError(
+            raise EvictedTokens(
                 f"layer {self.shape.layer} has dropped tokens for good (evict=true), so not all of its keys and values "
                 "can be read. Leave evict=true out to keep them."
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import EvictedTokens
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.layer.accounting import Tally
@@ -220,7 +220,7 @@ class SparseAttention(LayerCache):
         """Refuse another prompt for a sequence of which something was evicted, unless the plan evicts in prefill."""
         evicted = self.store.lengths[row] - self.store.num_stored(row)
         if evicted and not self.plan.evicts_prompt:
-            raise InputError(
+            raise EvictedTokens(
                 f"{evicted:,} tokens of this cache were dropped for good while it generated (evict=true), and another "
                 "prompt would be read without them. Read everything into a new cache, or leave evict out: the same "
                 "tokens are then hidden from generated ones only. Methods of both phases can read prompts so: "

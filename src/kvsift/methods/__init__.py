@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidMethod, unknown
 
 if TYPE_CHECKING:
     from kvsift.methods.base import Method
@@ -100,7 +100,7 @@ def method_class(name: str) -> type[Method]:
     except Exception as error:
         if not entry.package:
             raise
-        raise InputError(
+        raise InvalidMethod(
             f"the method {name!r} of the installed package {entry.package} cannot be loaded: "
             f"{type(error).__name__}: {error}. Repair or uninstall {entry.package}."
         ) from error

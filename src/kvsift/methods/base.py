@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidMethod
 from kvsift.kernels.page_summary import row_format
 from kvsift.methods.checks import whole
 from kvsift.methods.segment_batch import SegmentRequests
@@ -141,7 +141,7 @@ class Method:
             limit: how much may be chosen, at least one unit.
             reader: stored keys and page summaries.
         """
-        raise InputError(f"{type(self).__name__} does not define select")
+        raise InvalidMethod(f"{type(self).__name__} does not define select")
 
     def reposition(self, positions: Tensor, spans: Sequence[tuple[int, int]]) -> Moved:
         """Positions from which queries at ``positions`` attend sinks and selection, of a method that repositions.
@@ -149,7 +149,7 @@ class Method:
 
         ``spans`` holds (sinks_stop, window_start) of each query if the method slides, else of the first.
         """
-        raise InputError(f"{type(self).__name__} does not define reposition")
+        raise InvalidMethod(f"{type(self).__name__} does not define reposition")
 
     def select_segments(
         self, state: Any, shape: LayerShape, queries: Tensor, requests: SegmentRequests, reader: KVReader

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "left out"}
 
@@ -32,7 +32,7 @@ def of_declared_types(cls: type, settings: Mapping[str, object]) -> None:
             continue
         near = get_close_matches(str(value), [kind for kind in kinds if isinstance(kind, str)], n=1)
         default = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default)
-        raise InputError(
+        raise InvalidValue(
             f"{field.name}={value!r} must be {_listed([KINDS.get(kind) or repr(kind) for kind in kinds])}; "
             + (f"did you mean {near[0]!r}?" if near else f"by default it is {default}.")
         )
@@ -79,13 +79,13 @@ def python_number(value: Any) -> Any:
 def function(name: str, value: object) -> None:
     """Check a function, which may be left out."""
     if value is not None and not callable(value):
-        raise InputError(f"{name}={value!r} must be a function, or None.")
+        raise InvalidValue(f"{name}={value!r} must be a function, or None.")
 
 
 def path_of(name: str, value: object) -> Path:
     """Check the name of a file or directory, and return its path."""
     if not isinstance(value, str | PathLike) or "\0" in str(value):
-        raise InputError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
+        raise InvalidValue(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
     return Path(value).expanduser()
 
 
@@ -95,35 +95,35 @@ def whole(name: str, value: object, least: int, most: int | None = None, also: S
     if type(number) is not int or number < least or (most is not None and number > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}"
         words = "".join(f", or {word!r}" for word in also)
-        raise InputError(f"{name}={value!r} must be a whole number, {limits}{words}.")
+        raise InvalidValue(f"{name}={value!r} must be a whole number, {limits}{words}.")
     return number
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """Check one of a few words."""
     if value not in choices:
-        raise InputError(f"{name}={value!r} must be {_listed([repr(choice) for choice in choices])}.")
+        raise InvalidValue(f"{name}={value!r} must be {_listed([repr(choice) for choice in choices])}.")
 
 
 def compat(value: object, *modes: str) -> None:
     """Check the name of a compatibility mode, which may be left out."""
     if value is not None and value not in modes:
-        raise InputError(f"compat={value!r} must be {_listed([*map(repr, modes), 'left out'])}.")
+        raise InvalidValue(f"compat={value!r} must be {_listed([*map(repr, modes), 'left out'])}.")
 
 
 def flag(name: str, value: object) -> None:
     """Check a flag."""
     if not isinstance(value, bool):
-        raise InputError(f"{name}={value!r} must be true or false.")
+        raise InvalidValue(f"{name}={value!r} must be true or false.")
 
 
 def share(name: str, value: object) -> None:
     """Check a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise InputError(f"{name}={value!r} must be a share: from 0 to 1.")
+        raise InvalidValue(f"{name}={value!r} must be a share: from 0 to 1.")
 
 
 def prefilter(value: object, what: str) -> None:
     """Check how many times the selection a coarse first ranking keeps; 0 for no such ranking."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1 <= value < inf):
-        raise InputError(f"prefilter={value!r} must be 0 (score every {what}), or 1 or more. 8 is a good start.")
+        raise InvalidValue(f"prefilter={value!r} must be 0 (score every {what}), or 1 or more. 8 is a good start.")

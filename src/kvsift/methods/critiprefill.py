@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, UnusedOption
 from kvsift.kernels.extremes import extremes
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.sketch import unpack_means
@@ -80,11 +80,13 @@ class CritiPrefill(Method):
         checks.flag("scaled", self.scaled)
         checks.flag("rest", self.rest)
         if self.block % self.page_size:
-            raise InputError(f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages.")
+            raise InvalidValue(
+                f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages."
+            )
         if self.weight_current is not None:
             checks.share("weight_current", self.weight_current)
             if not self.fusion:
-                raise InputError(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
+                raise UnusedOption(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
 
     @property
     def segment_size(self) -> int:  # type: ignore[override]

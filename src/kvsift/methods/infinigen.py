@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.methods import checks
 from kvsift.methods.common import calibration
 from kvsift.methods.common.token_rows import TokenRows
@@ -110,7 +110,7 @@ class InfiniGen(ScoringMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
-            raise InputError(f"alpha={self.alpha!r} must be a number greater than 0; 5 for Llama, 4 for OPT.")
+            raise InvalidValue(f"alpha={self.alpha!r} must be a number greater than 0; 5 for Llama, 4 for OPT.")
         checks.share("partial", self.partial)
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
@@ -72,7 +72,7 @@ class InfLLM(ChunkedMethod):
         checks.one_of("positions", self.positions, ("remapped", "absolute"))
         checks.one_of("compat", self.compat, ("code", "paper"))
         if self.chunk % self.block:
-            raise InputError(f"chunk={self.chunk} must be a multiple of block={self.block}.")
+            raise InvalidValue(f"chunk={self.chunk} must be a multiple of block={self.block}.")
 
     @property
     def unit_size(self) -> int:

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
 from kvsift.methods.common.anchors import AnchoredMethod, Reuse, from_anchor
@@ -53,7 +53,7 @@ class LessIsMore(AnchoredMethod, ChunkedMethod):
         AnchoredMethod.__post_init__(self)
         ChunkedMethod.__post_init__(self)
         if self.anchors is not None and self.correction != "auto":
-            raise InputError(
+            raise Conflict(
                 f"anchors={self.anchors!r} says which layers select, and so does correction={self.correction!r}. Leave "
                 "one of them out."
             )
@@ -99,7 +99,7 @@ class LessIsMore(AnchoredMethod, ChunkedMethod):
         if isinstance(self.correction, int) and self.correction not in layers:
             all_layers = len(layers) == layers[-1] + 1
             possible = f"0 to {layers[-1]}" if all_layers else ", ".join(map(str, layers))
-            raise InputError(
+            raise InvalidValue(
                 f"correction={self.correction} is no layer that kvsift attends in this model; those are {possible}. "
                 "Give one of them, correction=auto or correction=none."
             )

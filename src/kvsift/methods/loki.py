@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnusedOption
 from kvsift.methods import checks
 from kvsift.methods.base import Phase, seen_by_all
 from kvsift.methods.common import calibration
@@ -81,7 +81,7 @@ class Loki(ShareMethod):
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)
         elif self.axes != "after_rope":
-            raise InputError(f"axes={self.axes!r} are those of a file; add calibration=FILE, or leave axes out.")
+            raise UnusedOption(f"axes={self.axes!r} are those of a file; add calibration=FILE, or leave axes out.")
 
     def new_state(self, shape: LayerShape) -> Axes | CalibratedAxes:
         if self.calibration is None:

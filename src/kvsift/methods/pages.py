@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError, unknown
+from kvsift.errors import Conflict, InvalidValue, UnusedOption, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods.common.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
 from kvsift.methods.scoring import RANKS, ScoringMethod, own_ranking, top_units
@@ -42,7 +42,7 @@ class PagedMethod(ScoringMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
-            raise InputError(f"page_size={self.page_size!r} must be a whole number, 1 or more; 16 is the paper's.")
+            raise InvalidValue(f"page_size={self.page_size!r} must be a whole number, 1 or more; 16 is the paper's.")
 
     @property
     def traits(self) -> Traits:
@@ -114,20 +114,20 @@ class SummaryMethod(PagedMethod):
     def _check_prefilter(self) -> None:
         factor, pages = self.prefilter, self.block_pages
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < inf):
-            raise InputError(
+            raise InvalidValue(
                 f"prefilter={factor!r} must be 0 (score every page), or 1 or more: blocks are kept for so many times "
                 "the pages to select. 8 is a good start."
             )
         if factor and SUMMARIES[self.score_by].merge is None:
             able = " and ".join(name for name, kind in SUMMARIES.items() if kind.merge is not None)
-            raise InputError(
+            raise Conflict(
                 f"prefilter={factor} needs summaries that merge into those of larger blocks: {able}. Leave out "
                 f"score_by={self.score_by}, or prefilter."
             )
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 2:
-            raise InputError(f"block_pages={pages!r} must be a whole number, 2 or more.")
+            raise InvalidValue(f"block_pages={pages!r} must be a whole number, 2 or more.")
         if pages != BLOCK_PAGES and not factor:
-            raise InputError(f"block_pages={pages} means nothing without prefilter; add for instance prefilter=8.")
+            raise UnusedOption(f"block_pages={pages} means nothing without prefilter; add for instance prefilter=8.")
 
     @property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict
 from kvsift.methods import checks
 from kvsift.methods.pages import SummaryMethod
 
@@ -37,7 +37,7 @@ class Quest(SummaryMethod):
         super().__post_init__()
         checks.compat(self.compat, "paper", "code")
         if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax" or self.prefilter):
-            raise InputError(
+            raise Conflict(
                 f"compat={self.compat!r} means heads='query' and score_by='minmax' without prefilter; leave those "
                 "out, or compat."
             )

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnusedOption
 from kvsift.kernels.page_summary import SUMMARIES, page_scores
 from kvsift.kernels.pick_queries import averaged, pick_queries
 from kvsift.kernels.probe_scores import probe_scores
@@ -78,7 +78,7 @@ class QuoKA(ChunkedMethod):
         checks.prefilter(self.prefilter, "token")
         checks.whole("page_size", self.page_size, 1)
         if self.page_size != PAGE_SIZE and not self.prefilter:
-            raise InputError(
+            raise UnusedOption(
                 f"page_size={self.page_size} means nothing without prefilter; add for instance prefilter=8."
             )
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidTensor, InvalidValue, MissingPackage, UnusedOption
 from kvsift.indexes.audits import is_due
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index, best_of_groups, merged
@@ -93,7 +93,7 @@ class RetrievalAttention(Method):
         checks.one_of("per", self.per, ("kv_head", "query_head"))
         checks.whole("block", self.block, 0)
         if 0 < self.block < LEAST_SAMPLES:
-            raise InputError(
+            raise InvalidValue(
                 f"block={self.block} must be {LEAST_SAMPLES} tokens or more, as a graph is built from as many queries; "
                 "0 is one index over the prompt."
             )
@@ -105,24 +105,24 @@ class RetrievalAttention(Method):
         checks.compat(self.compat, "paper")
         if self.compat is not None:
             if self.index not in ("auto", "graph") or self.heads != "query":
-                raise InputError(
+                raise Conflict(
                     "compat='paper' means index='graph', heads='query' and per='query_head'; leave those out, or "
                     "compat."
                 )
             self._imply(index="graph", per="query_head", audit=0)
         if self.block and self.compat is not None:
-            raise InputError("compat='paper' builds one index over the prompt; leave out block, or compat.")
+            raise Conflict("compat='paper' builds one index over the prompt; leave out block, or compat.")
         if self.block and not self.learns:
-            raise InputError(
+            raise Conflict(
                 f"block={self.block} is of the indexes that learn from queries; index={self.index!r} shares prefixes "
                 "without it."
             )
         if self.beam is not None and self.index != "graph":
-            raise InputError(f"beam={self.beam} is of index='graph'; index={self.index!r} takes none.")
+            raise UnusedOption(f"beam={self.beam} is of index='graph'; index={self.index!r} takes none.")
         if self.index in ("ivf", "hnsw"):
             load_faiss()
         if self.index in ("graph", "flat_int8") and not native.available():
-            raise InputError(f"index={self.index!r} cannot be had: {native.why_missing()} Or use index='flat'.")
+            raise MissingPackage(f"index={self.index!r} cannot be had: {native.why_missing()} Or use index='flat'.")
 
     @property
     def learns(self) -> bool:
@@ -287,7 +287,7 @@ def _on_host(reader: KVReader, first: int, stop: int) -> Tensor:
     """Keys to build from: bytes read to build are not read to select."""
     keys = reader.borrow(first, stop)
     if keys.device.type != "cpu":
-        raise InputError(
+        raise InvalidTensor(
             f"retrieval_attention searches host memory, and this cache is on {keys.device}. Read the document with "
             "placement=split."
         )

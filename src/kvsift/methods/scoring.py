@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidMethod, InvalidValue
 from kvsift.methods.base import Method
 from kvsift.methods.common.head_budgets import head_counts
 from kvsift.methods.traits import Traits
@@ -40,7 +40,7 @@ class ScoringMethod(Method):
 
     def __post_init__(self) -> None:
         if self.heads not in ("auto", "query", "kv"):
-            raise InputError(f"heads={self.heads!r} must be 'auto', 'query' or 'kv'.")
+            raise InvalidValue(f"heads={self.heads!r} must be 'auto', 'query' or 'kv'.")
 
     def num_selections(self, shape: LayerShape) -> int:
         """Selections per segment: one per query head, or one per KV head for its group."""
@@ -55,7 +55,7 @@ class ScoringMethod(Method):
 
         With ``Budget.mass`` a score is the mean logit of the unit's tokens.
         """
-        raise InputError(f"{type(self).__name__} does not define score")
+        raise InvalidMethod(f"{type(self).__name__} does not define score")
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue
 from kvsift.methods import checks
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
@@ -86,13 +86,13 @@ class SnapKV(DroppingMethod):
         checks.one_of("heads", self.heads, ("kv", "query"))
         checks.compat(self.compat, "paper", "code")
         if self.kernel % 2 == 0:
-            raise InputError(f"kernel={self.kernel} has no middle; give an odd number such as {self.kernel + 1}.")
+            raise InvalidValue(f"kernel={self.kernel} has no middle; give an odd number such as {self.kernel + 1}.")
         if self.compat is not None:
             self._imply(heads="query")
         if self.compat == "paper":
             self._imply(queries=32, kernel=7, pooling="max")
         if self.evict and self.heads == "query":
-            raise InputError(
+            raise Conflict(
                 "evict=true stores one set of tokens per KV head, and heads='query' (or compat) keeps others for each "
                 "query head. Leave one of them out."
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvsift.atomic_files import user_cache
-from kvsift.errors import InputError
+from kvsift.errors import UnwritableFile
 
 PACKED, WEIGHTS = "weights.npz", "model.safetensors"
 
@@ -35,7 +35,7 @@ def embedded_model() -> Path:
         try:
             _write(source, target)
         except OSError as error:
-            raise InputError(
+            raise UnwritableFile(
                 f"the embedded model cannot be unpacked into {target.parent} ({error.strerror}). Name a folder that "
                 "can be written in XDG_CACHE_HOME."
             ) from error

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import NotFinite
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.accounting import Tally, TokenView, count_token
 from kvsift.layer.probe import probe
@@ -145,7 +145,7 @@ class NativeStep:
             for pool in pools:
                 pool.lock.release()
         if select_s < 0:
-            raise InputError(NOT_FINITE)
+            raise NotFinite(NOT_FINITE)
         for sequence, shares in zip(ready, estimated):
             sequence.finish(select_s / len(ready), shares)
         return logits

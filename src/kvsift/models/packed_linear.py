@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, UnsupportedDevice
 from kvsift.native.loader import AVAILABLE
 from kvsift.native.packed import PackedMatrix, packed_product
 from kvsift.native.shapes import ROW_DTYPES
@@ -46,7 +46,7 @@ class _Packed(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self._like.device.type != "cpu":
-            raise InputError("packed weights stay on the CPU. Load the model on the device where it is to run.")
+            raise UnsupportedDevice("packed weights stay on the CPU. Load the model on the device where it is to run.")
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -75,7 +75,7 @@ class PackedLinear(_Packed):
             InputError: for inputs on another device or of another dtype, or if a gradient is asked for.
         """
         if not x.is_cpu or x.dtype not in ROW_DTYPES or (x.requires_grad and torch.is_grad_enabled()):
-            raise InputError(
+            raise InvalidTensor(
                 "packed weights multiply bfloat16 or float32 on the CPU, without gradients, "
                 f"and not {x.dtype} on {x.device}."
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import ROW_DTYPES, HeadRows, address_of, check_attended, shape_of
 from kvsift.types import Part
@@ -39,7 +39,7 @@ def attend_dense(
     check_attended(queries, keys, values)
     num_tokens = queries.shape[1] if queries.dim() == 3 else 1
     if num_tokens > max(keys.shape[1], 1):
-        raise InputError(f"there are {num_tokens} tokens and {keys.shape[1]} keys; each token has a key of its own.")
+        raise InvalidTensor(f"there are {num_tokens} tokens and {keys.shape[1]} keys; each token has a key of its own.")
     if shares is not None:
         _check_shares(shares, (keys.shape[0], -(-keys.shape[1] // SHARE_TOKENS)))
     q = queries.float().contiguous()
@@ -73,12 +73,12 @@ def attend_units(
     """
     check_attended(queries if queries.dim() == 2 else queries.unsqueeze(1), keys, values)
     if units.dim() != 2 or units.shape[0] not in (1, keys.shape[0], queries.shape[0]) or units.dtype != torch.int64:
-        raise InputError(
+        raise InvalidTensor(
             f"units are {list(units.shape)} {units.dtype}; they must be int64 [num_lists, capacity] with 1, "
             f"{keys.shape[0]} or {queries.shape[0]} lists."
         )
     if unit_size < 1:
-        raise InputError(f"unit_size={unit_size} must be at least 1.")
+        raise InvalidValue(f"unit_size={unit_size} must be at least 1.")
     ids, q = units.contiguous(), queries.float().contiguous()
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     core.attend_units(
@@ -115,10 +115,10 @@ def merge_estimate(part: Part, estimate: Part) -> tuple[Part, float]:
 
 def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:
     if shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous():
-        raise InputError(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
+        raise InvalidTensor(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
 
 
 def _cap(softcap: float) -> float:
     if not softcap > 0:
-        raise InputError(f"softcap={softcap} must be positive, or None for no cap.")
+        raise InvalidValue(f"softcap={softcap} must be positive, or None for no cap.")
     return softcap

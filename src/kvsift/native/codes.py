@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor
 from kvsift.native.shapes import check_rows
 
 ROWS = 16  # per block: one register of 32-bit sums, 4 channels at a time
@@ -55,7 +55,7 @@ class Codes:
         check_rows("keys", keys)
         heads, n, dim = keys.shape
         if (heads, dim) != tuple(self.scale.shape) or n < self.length:
-            raise InputError(
+            raise InvalidTensor(
                 f"keys are {list(keys.shape)}; codes hold {self.length} keys of {list(self.scale.shape)} channels, "
                 "and grow by keys that come after these. Call crop(length) first if keys were removed."
             )

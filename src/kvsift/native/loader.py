@@ -13,7 +13,7 @@ from typing import Any
 
 import torch  # first: its OpenMP runtime is then the one that the core uses too
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidValue, MissingPackage, unknown
 
 _PROCESS = os.getpid()
 _failure = ""
@@ -23,7 +23,7 @@ class _MissingCore:
     """Stands for the compiled module where it is missing; every use raises InputError."""
 
     def __getattr__(self, name: str) -> Any:
-        raise InputError(why_missing())
+        raise MissingPackage(why_missing())
 
 
 core: Any = _MissingCore()
@@ -70,7 +70,7 @@ def num_threads(threads: int | None) -> int:
     """Threads of a call: the argument, else torch's; one in a forked process, because OpenMP's threads stay in the
     parent and a wait for them would never end."""
     if threads is not None and threads < 1:
-        raise InputError(f"threads={threads} must be at least 1, or None for torch.get_num_threads().")
+        raise InvalidValue(f"threads={threads} must be at least 1, or None for torch.get_num_threads().")
     if os.getpid() != _PROCESS:
         return 1
     return torch.get_num_threads() if threads is None else threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.loader import core, num_threads
 
 
@@ -15,7 +15,7 @@ def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
     ``size`` should exceed the last cache by far; the buffer is on huge pages where the system grants them.
     """
     if size < 1:
-        raise InputError(f"size={size} must be at least one byte.")
+        raise InvalidValue(f"size={size} must be at least one byte.")
     buffer = torch.empty(size, dtype=torch.uint8)
     advise_huge(buffer)
     buffer.fill_(1)
@@ -29,6 +29,6 @@ def advise_huge(tensor: Tensor) -> int:
     It works best before the tensor is first written.
     """
     if tensor.device.type != "cpu":
-        raise InputError(f"the tensor is on {tensor.device}; huge pages are for CPU tensors only.")
+        raise InvalidTensor(f"the tensor is on {tensor.device}; huge pages are for CPU tensors only.")
     storage = tensor.untyped_storage()
     return int(core.advise_huge(storage.data_ptr(), storage.nbytes()))

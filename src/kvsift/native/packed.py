@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.native.loader import core, num_threads
 from kvsift.native.shapes import ROW_DTYPES
 
@@ -111,7 +111,7 @@ class PackedMatrix:
         flat = outputs.reshape(-1).contiguous()
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_out:
             asked = f"rows {int(flat.min())} to {int(flat.max())}"
-            raise InputError(f"there are {self.num_out} rows of packed weights, and {asked} were asked for.")
+            raise InvalidValue(f"there are {self.num_out} rows of packed weights, and {asked} were asked for.")
         wide = dtype if dtype in ROW_DTYPES else torch.float32
         rows = torch.empty(len(flat), self.shape[1], dtype=wide)
         self.core.unpack(wide == torch.bfloat16, flat.data_ptr(), len(flat), rows.data_ptr())

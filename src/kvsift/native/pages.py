@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
@@ -47,9 +47,9 @@ def choose_pages(
     """
     _check(queries, rows)
     if k < 0:
-        raise InputError(f"k={k} must not be negative.")
+        raise InvalidValue(f"k={k} must not be negative.")
     if num_selections < 1 or queries.shape[0] % num_selections:
-        raise InputError(f"num_selections={num_selections} must divide the {queries.shape[0]} query heads.")
+        raise InvalidValue(f"num_selections={num_selections} must divide the {queries.shape[0]} query heads.")
     q = queries.float().contiguous()
     chosen = torch.empty(num_selections, min(k, rows.shape[1]), dtype=torch.int64)
     if chosen.numel() == 0:

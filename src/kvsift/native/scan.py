@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.codes import Codes
 from kvsift.native.loader import core, num_threads
 from kvsift.native.shapes import HeadRows, address_of, check_finite, check_queries, check_rows, shape_of
@@ -51,12 +51,12 @@ def scan_codes(
     """
     q, ids, scores = _prepared(queries, keys, k)
     if codes.length != keys.shape[1] or codes.scale.shape != (keys.shape[0], keys.shape[2]):
-        raise InputError(
+        raise InvalidTensor(
             f"codes hold {codes.length} keys of {list(codes.scale.shape)} channels, keys are {list(keys.shape)}; "
             "call codes.extend(keys) after keys were added, codes.crop(length) after they were removed."
         )
     if not overfetch >= 1:
-        raise InputError(f"overfetch={overfetch} must be at least 1.")
+        raise InvalidValue(f"overfetch={overfetch} must be at least 1.")
     if k > 0:
         core.scan_codes(
             shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16,
@@ -71,6 +71,6 @@ def _prepared(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor, 
     check_queries(queries, keys.shape[0], keys.shape[2])
     check_finite(queries)
     if k < 0:
-        raise InputError(f"k={k} must not be negative.")
+        raise InvalidValue(f"k={k} must not be negative.")
     q = queries.float().contiguous()
     return q, torch.empty(q.shape[0], k, dtype=torch.int64), q.new_empty(q.shape[0], k)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, NotFinite
 from kvsift.native.loader import AVAILABLE, core
 
 LARGEST_HEAD_DIM = 256
@@ -82,31 +82,33 @@ def check_rows(name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, mu
     """Raise InputError unless the core can read rows [num_kv_heads, n, width]; ``shape_of`` checks their runs."""
     rows = pool_of(rows)
     if rows.dim() != 3 or rows.shape[0] == 0:
-        raise InputError(f"{name} have shape {list(rows.shape)}; they must be [num_kv_heads, n, head_dim].")
+        raise InvalidTensor(f"{name} have shape {list(rows.shape)}; they must be [num_kv_heads, n, head_dim].")
     if rows.device.type != "cpu" or rows.dtype not in ROW_DTYPES:
-        raise InputError(f"{name} are {rows.dtype} on {rows.device}; they must be bfloat16 or float32 on the CPU.")
+        raise InvalidTensor(f"{name} are {rows.dtype} on {rows.device}; they must be bfloat16 or float32 on the CPU.")
     width = rows.shape[2]
     if width % multiple or not 0 < width <= largest:
-        raise InputError(f"{name} are {width} wide; that must be a multiple of {multiple}, at most {largest}.")
+        raise InvalidTensor(f"{name} are {width} wide; that must be a multiple of {multiple}, at most {largest}.")
     if rows.numel() and not is_row_major(rows):
-        raise InputError(f"{name} have strides {rows.stride()}; each row must follow the one before: use contiguous().")
+        raise InvalidTensor(
+            f"{name} have strides {rows.stride()}; each row must follow the one before: use contiguous()."
+        )
 
 
 def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
     """Raise InputError unless queries are [num_query_heads, head_dim] for these KV heads."""
     if queries.dim() != 2 or queries.shape[1] != head_dim or queries.shape[0] == 0 or queries.shape[0] % num_kv_heads:
-        raise InputError(
+        raise InvalidTensor(
             f"queries have shape {list(queries.shape)}; they must be [num_query_heads, {head_dim}] of one token, "
             f"num_query_heads a multiple of the {num_kv_heads} KV heads."
         )
     if queries.device.type != "cpu" or not queries.dtype.is_floating_point:
-        raise InputError(f"queries are {queries.dtype} on {queries.device}; they must be floating point on the CPU.")
+        raise InvalidTensor(f"queries are {queries.dtype} on {queries.device}; they must be floating point on the CPU.")
 
 
 def check_finite(queries: Tensor) -> None:
     """Raise InputError if a query holds NaN or infinity, which rank nothing."""
     if not math.isfinite(float(queries.sum())) and not bool(queries.isfinite().all()):
-        raise InputError(NOT_FINITE)
+        raise NotFinite(NOT_FINITE)
 
 
 def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:
@@ -142,7 +144,7 @@ def check_pair(keys: HeadRows, values: HeadRows) -> None:
     check_rows("keys", keys)
     check_rows("values", values)
     if keys.shape != values.shape or keys.dtype != values.dtype:
-        raise InputError(
+        raise InvalidTensor(
             f"keys are {list(keys.shape)} {keys.dtype} and values {list(values.shape)} {values.dtype}; "
             "they must have the same shape and dtype."
         )
@@ -150,7 +152,7 @@ def check_pair(keys: HeadRows, values: HeadRows) -> None:
         (rows.runs, rows.start) if isinstance(rows, PooledRows) else (None, 0) for rows in (keys, values)
     )
     if key_runs is not value_runs or first_key != first_value:
-        raise InputError("keys and values are not at the same slots; give both the same tensor of runs, or none.")
+        raise InvalidTensor("keys and values are not at the same slots; give both the same tensor of runs, or none.")
 
 
 def shape_of(queries: Tensor, rows: HeadRows) -> Any:
@@ -168,14 +170,14 @@ def check_runs(rows: PooledRows, make: Callable[[int, int, int, int], Any]) -> A
     runs, num_slots = rows.runs, rows.pool.shape[1]
     is_list = runs.dim() == 2 and runs.shape[1] == 2 and runs.dtype == torch.int64
     if not is_list or not runs.is_cpu or not runs.is_contiguous():
-        raise InputError(
+        raise InvalidTensor(
             f"runs are {list(runs.shape)} {runs.dtype} on {runs.device}; they must be int64 [num_runs, 2] on the CPU, "
             "first slots and numbers of slots, contiguous."
         )
     try:
         return make(runs.data_ptr(), len(runs), num_slots, rows.start)
     except ValueError as error:
-        raise InputError(f"runs of a pool of {num_slots} slots: {error}") from None
+        raise InvalidTensor(f"runs of a pool of {num_slots} slots: {error}") from None
 
 
 def address_of(rows: HeadRows) -> tuple[int, int]:

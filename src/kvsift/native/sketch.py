@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
@@ -97,28 +97,30 @@ def _check(
 ) -> None:
     pool = rows.pool if isinstance(rows, PooledRows) else rows
     if not layout.is_read_by_core:
-        raise InputError(
+        raise InvalidValue(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
             f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
         )
     if pool.dim() != 3 or pool.shape[0] == 0 or pool.shape[2] != layout.width:
-        raise InputError(f"rows have shape {list(pool.shape)}; they must be [num_kv_heads, num_pages, {layout.width}].")
+        raise InvalidTensor(
+            f"rows have shape {list(pool.shape)}; they must be [num_kv_heads, num_pages, {layout.width}]."
+        )
     if pool.device.type != "cpu" or pool.dtype != torch.uint8 or (pool.numel() and not is_row_major(pool)):
-        raise InputError(
+        raise InvalidTensor(
             f"rows are {pool.dtype} on {pool.device}, strides {pool.stride()}; they must be uint8 on the CPU, each row "
             "right after the one before."
         )
     check_queries(queries, rows.shape[0], layout.head_dim)
     check_finite(queries)
     if not 0 <= first < layout.page_size or count < 1 or -(-(first + count) // layout.page_size) != rows.shape[1]:
-        raise InputError(
+        raise InvalidValue(
             f"candidates {first} to {first + count - 1} are not in {rows.shape[1]} pages of {layout.page_size} tokens: "
             "they must begin in the first page and end in the last."
         )
     if k < 0:
-        raise InputError(f"k={k} must not be negative.")
+        raise InvalidValue(f"k={k} must not be negative.")
     if num_selections not in (rows.shape[0], queries.shape[0]):
-        raise InputError(
+        raise InvalidValue(
             f"num_selections={num_selections} must be {rows.shape[0]}, one per KV head, or {len(queries)}, one per "
             "query head."
         )

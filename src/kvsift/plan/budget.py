@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, InvalidValue
 from kvsift.methods import checks
 from kvsift.types import Candidates
 
@@ -77,18 +77,18 @@ class Budget:
         try:
             layers = tuple(self.dense_layers)
         except TypeError:
-            raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).") from None
+            raise InvalidValue(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).") from None
         object.__setattr__(self, "dense_layers", tuple(checks.whole("dense_layers", layer, 0) for layer in layers))
         if self.tokens is not None and self.ratio is not None:
-            raise InputError(f"budget={self.tokens} and ratio={self.ratio} both set the size; give one of them.")
+            raise Conflict(f"budget={self.tokens} and ratio={self.ratio} both set the size; give one of them.")
         if self.tokens is None and self.ratio is None and self.mass is None:
             object.__setattr__(self, "tokens", DEFAULT_TOKENS)
         checks.one_of("layer_budgets", self.layer_budgets, ("equal", "pyramid"))
         checks.one_of("head_budgets", self.head_budgets, ("equal", "adaptive"))
         if self.layer_budgets == "pyramid" and self.tokens is None and self.ratio is None:
-            raise InputError("layer_budgets='pyramid' divides a number of tokens, and mass= has none; add budget=.")
+            raise Conflict("layer_budgets='pyramid' divides a number of tokens, and mass= has none; add budget=.")
         if self.head_budgets == "adaptive" and self.mass is not None:
-            raise InputError(
+            raise Conflict(
                 "head_budgets='adaptive' divides a number of tokens among heads; with mass= each takes what it needs "
                 "already. Leave out one of them."
             )
@@ -98,10 +98,10 @@ class Budget:
         if self.tokens is None:
             return
         if not selects and self.tokens <= self.sinks:
-            raise InputError(f"budget={self.tokens} leaves no window: sinks={self.sinks} take it all. Give more.")
+            raise InvalidValue(f"budget={self.tokens} leaves no window: sinks={self.sinks} take it all. Give more.")
         always = _round_up(self.sinks, unit_size) + (self.window + unit_size - 1 if self.window else 0)
         if selects and self.tokens < always + unit_size:
-            raise InputError(
+            raise InvalidValue(
                 f"budget={self.tokens} leaves nothing to select: sinks={self.sinks} and window={self.window} take up "
                 f"to {always} tokens in units of {unit_size}. Give at least {always + unit_size}, or shrink window, "
                 "sinks or page_size."
@@ -153,4 +153,4 @@ def _share(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise InputError(f"{name}={value!r} must be a share: greater than 0 and at most 1.")
+        raise InvalidValue(f"{name}={value!r} must be a share: greater than 0 and at most 1.")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.types import Objections, Rope
 
@@ -68,7 +68,7 @@ def verdict(it: Any, paths: Mapping[str, Objections]) -> tuple[str, list[str]]:
 def check(it: Any, *tables: Objections, name_all: bool = False) -> None:
     """Refuse something with the first objection to it, or with all of them (``InputError``)."""
     if why := " ".join(islice(reasons(it, *tables), None if name_all else 1)):
-        raise InputError(why)
+        raise UnsupportedPlan(why)
 
 
 def check_placement(plan: Any, placement: PlacementSpec, on_gpu: bool = False) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import PHASES, Plan, Rule
 from kvsift.types import LayerShape
@@ -86,7 +86,7 @@ def _layer_rule(rule: Rule, shape: LayerShape) -> Rule:
         return rule
     layers = [layer for layer in shape.peers if layer not in budget.dense_layers]
     if shape.layer not in layers:
-        raise InputError(
+        raise UnsupportedPlan(
             f"layer_budgets='pyramid' needs to know all layers of the model, and this attention layer ({shape.layer}) "
             "runs alone. Give LayerShape.peers, or leave it out."
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import UnusedOption, unknown
 from kvsift.stores.catalogue import STORES, store_class
 
 
@@ -47,7 +47,7 @@ class Placement:
                     "option of a placement", knob, sorted({key for place in STORES for key in _knobs_of(place)})
                 )
             if knob not in _knobs_of(name):
-                raise InputError(
+                raise UnusedOption(
                     f"{knob}={value} is an option of {' and '.join(homes)}; leave it out with placement={name}, or "
                     "change the placement."
                 )

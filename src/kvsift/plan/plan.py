@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, UnsupportedPlan
 from kvsift.methods import catalogue
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.traits import Traits
@@ -66,9 +66,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
-            raise InputError(f"method={self.method!r} must be a Method; parse_plan reads text such as 'quest'.")
+            raise InvalidValue(f"method={self.method!r} must be a Method; parse_plan reads text such as 'quest'.")
         if not isinstance(self.budget, Budget):
-            raise InputError(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
+            raise InvalidValue(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
         if self.budget.min_recovery is not None:
             check(self, self.not_guarded)
         if not self.method.traits.unbounded:
@@ -169,13 +169,13 @@ class Plan:
         for phase in PHASES:
             rule = self.rule(phase)
             if rule is not None and not isinstance(rule, Rule):
-                raise InputError(
+                raise InvalidValue(
                     f"{phase}={rule!r} must be a Rule, or None. A method goes into one: Rule(method, "
                     "Budget(tokens=1024)); parse_plan reads text such as 'quest'."
                 )
             if rule is not None and phase not in rule.method.phases:
                 able = " and ".join(rule.method.phases)
-                raise InputError(
+                raise UnsupportedPlan(
                     f"{rule.name} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
                 )
         check(self, self.objections)

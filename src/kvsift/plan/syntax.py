@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import Conflict, InputError, InvalidValue, MissingInput, UnusedOption, unknown
 from kvsift.methods import catalogue, checks, method_class
 from kvsift.methods.base import Method, Phase
 from kvsift.plan.budget import Budget
@@ -52,11 +52,11 @@ def parse_plan(spec: PlanSpec) -> Plan:
         return _from_mapping(spec)
     if not isinstance(spec, str) or not spec.strip():
         _refuse_class(spec)
-        raise InputError(
+        raise InvalidValue(
             f"a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got {spec!r}."
         )
     if is_auto(spec):
-        raise InputError(
+        raise MissingInput(
             "plan='auto' is the plan that kvsift tune found for a model, and here is no model. Give it to LLM, "
             "kvsift.sparse, a server or a command, or name a method such as quest:budget=1024."
         )
@@ -68,13 +68,13 @@ def parse_plan(spec: PlanSpec) -> Plan:
         phase, _, rule = part.partition("=")
         phase = phase.strip()
         if phase not in NAMED and (corrected := _with_colons(spec)) != spec:
-            raise InputError(
+            raise InvalidValue(
                 f"{spec!r} has a comma before an option: commas separate phases, and colons the options of a method. "
                 f"Did you mean {corrected!r}?"
             )
         phases = _phases(phase, rules, spec)
         if not rule.strip():
-            raise InputError(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
+            raise InvalidValue(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
         rules |= dict.fromkeys(phases, _parse_rule(rule.strip()))
     return Plan(**rules)
 
@@ -105,15 +105,15 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
         InputError: for a name or key that does not exist (with the nearest one that does), or a bad value.
     """
     if not isinstance(method, str):
-        raise InputError(
+        raise InvalidValue(
             f"method={method!r} must be the name of a method; see kvsift methods. A Method object stands in a Rule, "
             "such as Rule(method, Budget(tokens=1024))."
         )
     if method == AUTO:
-        raise InputError(ALONE)
+        raise Conflict(ALONE)
     cls = method_class(method)
     if settings and not fields(cls) and cls().traits.unbounded:
-        raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
+        raise UnusedOption(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
     names, settings = [f.name for f in fields(cls)], {k: checks.python_number(v) for k, v in settings.items()}
     for key in settings:
         if key not in names and key not in BUDGET_KEYS:
@@ -135,7 +135,7 @@ def _rule_of_object(spec: Rule | Method) -> Rule:
 
 def _refuse_class(spec: object) -> None:
     if isinstance(spec, type) and issubclass(spec, Method):
-        raise InputError(f"{spec.__name__} is a class of methods, and a plan takes an object: {spec.__name__}().")
+        raise InvalidValue(f"{spec.__name__} is a class of methods, and a plan takes an object: {spec.__name__}().")
 
 
 def _new_method(cls: type[Method], settings: Mapping[str, Any]) -> Method:
@@ -183,17 +183,17 @@ def _from_mapping(table: Mapping[str, Any]) -> Plan:
 def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
     """The phases that a name stands for, none of which has a rule yet."""
     if name == AUTO:
-        raise InputError(ALONE)
+        raise Conflict(ALONE)
     if name not in NAMED:
         error = unknown("phase", name.partition(":")[0], NAMED)
         if isinstance(spec, Mapping):
             raise error
-        raise InputError(
+        raise InvalidValue(
             f"{error}. Commas separate phases and colons the settings of a method: quest:budget=1024, or "
             "prefill=quoka:budget=1024,decode=quest:budget=1024"
         )
     if twice := given.keys() & NAMED[name]:
-        raise InputError(f"{min(twice)} is given twice in {spec!r}.")
+        raise InvalidValue(f"{min(twice)} is given twice in {spec!r}.")
     return NAMED[name]
 
 
@@ -207,7 +207,7 @@ def _rule_of(value: Any) -> Rule | None:
     if isinstance(value, Mapping) and "method" in value:
         return make_rule(value["method"], {k: v for k, v in value.items() if k != "method"})
     _refuse_class(value)
-    raise InputError(f"a phase is given as text, a table with the key 'method', a Rule or a Method; got {value!r}.")
+    raise InvalidValue(f"a phase is given as text, a table with the key 'method', a Rule or a Method; got {value!r}.")
 
 
 def _parse_rule(text: str) -> Rule:
@@ -216,9 +216,9 @@ def _parse_rule(text: str) -> Rule:
     for pair in pairs:
         key, equals, value = (piece.strip() for piece in pair.partition("="))
         if not equals or not key or not value:
-            raise InputError(f"{pair!r} in {text!r} must be key=value, for instance budget=1024.")
+            raise InvalidValue(f"{pair!r} in {text!r} must be key=value, for instance budget=1024.")
         if key in settings:
-            raise InputError(f"{key} is given twice in {text!r}.")
+            raise InvalidValue(f"{key} is given twice in {text!r}.")
         settings[key] = _read(key, value)
     return make_rule(name.strip(), settings)
 
@@ -232,7 +232,7 @@ def read_layers(text: str) -> tuple[int, ...]:
     if text == "none":
         return ()
     if not all(layer.isdecimal() for layer in text.split("+")):
-        raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
+        raise InvalidValue(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
     return tuple(int(layer) for layer in text.split("+"))
 
 

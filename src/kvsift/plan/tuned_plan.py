@@ -21,7 +21,7 @@ from typing import Any
 
 from kvsift.atomic_files import user_cache, write_atomically
 from kvsift.checkpoint import fingerprint
-from kvsift.errors import InputError, one_line
+from kvsift.errors import DamagedFile, InputError, UnsupportedPlan, WrongFile, one_line
 from kvsift.methods.common import anchors
 from kvsift.methods.common.anchors import AnchoredMethod
 from kvsift.plan.plan import PHASES, Plan
@@ -69,7 +69,9 @@ def write(path: Path, tuned: TunedPlan) -> None:
     """
     sources = {rule.method.anchors for rule in tuned.plan.rules if isinstance(rule.method, AnchoredMethod)} or {None}
     if len(sources) > 1:
-        raise InputError(f"the rules of {tuned.plan} differ in their anchors, and the file of a tuned plan holds one.")
+        raise UnsupportedPlan(
+            f"the rules of {tuned.plan} differ in their anchors, and the file of a tuned plan holds one."
+        )
     [source] = sources
     document = {
         "format": FORMAT,
@@ -92,17 +94,17 @@ def read(path: Path) -> TunedPlan:
         document = json.loads(path.read_text(encoding="utf-8"))
         found = document["format"]
         if found != FORMAT:
-            raise InputError(f"its format is {found!r}, and this kvsift reads {FORMAT!r}")
+            raise WrongFile(f"its format is {found!r}, and this kvsift reads {FORMAT!r}")
         own = {"format", "model", "device", "plan", "anchors"}
         name, made_for, device = document["model"]["name"], document["model"]["fingerprint"], document["device"]
         if device not in DEVICES:
-            raise InputError(f"its device is {device!r}, and one of {', '.join(DEVICES)} is expected")
+            raise WrongFile(f"its device is {device!r}, and one of {', '.join(DEVICES)} is expected")
         if document["anchors"] is None:
             plan = parse_plan(document["plan"])
         else:
             plan = _with_anchors(parse_plan(re.sub(r":anchors=[^:,]*", "", document["plan"])), path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
+        raise DamagedFile(
             f"{path} cannot be used as a tuned plan: {one_line(error)}. Remove it, or write it again with kvsift tune."
         ) from error
     report = {key: value for key, value in document.items() if key not in own}
@@ -116,7 +118,7 @@ def _with_anchors(plan: Plan, path: Path) -> Plan:
         if (rule := plan.rule(phase)) is not None and isinstance(rule.method, AnchoredMethod)
     }
     if not anchored:
-        raise InputError(f"it has anchors, and the plan {plan} uses none")
+        raise DamagedFile(f"it has anchors, and the plan {plan} uses none")
     return replace(plan, **anchored)
 
 

@@ -18,7 +18,7 @@ from socket import gethostname
 from typing import Any, TextIO
 
 from kvsift.atomic_files import reason, write_atomically
-from kvsift.errors import InputError
+from kvsift.errors import Unavailable, UnwritableFile
 from kvsift.server.served_document import ServedDocument
 
 NAME = re.compile(r"doc-[0-9a-f]{24}")
@@ -43,9 +43,9 @@ class DocumentFiles:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise InputError(f"--documents {folder} cannot be made: {error.strerror}.") from None
+            raise UnwritableFile(f"--documents {folder} cannot be made: {error.strerror}.") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise InputError(f"--documents {folder} cannot be written. Give another folder.")
+            raise UnwritableFile(f"--documents {folder} cannot be written. Give another folder.")
         self._lock = self._locked()
 
     def _locked(self) -> TextIO:
@@ -53,14 +53,14 @@ class DocumentFiles:
         try:
             descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise InputError(f"--documents {self._folder} cannot be locked: {LOCK}: {error.strerror}.") from None
+            raise UnwritableFile(f"--documents {self._folder} cannot be locked: {LOCK}: {error.strerror}.") from None
         lock = os.fdopen(descriptor, "r+", errors="replace")
         try:
             flock(lock, LOCK_EX | LOCK_NB)
         except BlockingIOError:
             holder = lock.read(200).strip() or "a process that has just started"
             lock.close()
-            raise InputError(
+            raise Unavailable(
                 f"--documents {self._folder} is in use by another kvsift serve: {holder}. Give another folder, or end "
                 "that server first."
             ) from None

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsift.api.llm import LLM
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import FinishReason, Sequence
-from kvsift.errors import InputError
+from kvsift.errors import InputError, Unavailable, UnreadableFile, UnsupportedPrompt
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
 from kvsift.server.prompt_limit import PromptLimit
@@ -143,9 +143,9 @@ class HeldDocuments(Generic[Question]):
         """
         document = self._held.get(key)
         if document is None:
-            raise InputError(DELETED)
+            raise Unavailable(DELETED)
         if document.error:
-            raise InputError(f"the document cannot be read: {document.error}")
+            raise UnreadableFile(f"the document cannot be read: {document.error}")
         return document.text, document.growing
 
     def ask(self, key: str, question: Question) -> None:
@@ -234,7 +234,7 @@ class HeldDocuments(Generic[Question]):
         self._limit.check_text(len(document.text))
         ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
-            raise InputError("the chat template has no place for a document.")
+            raise UnsupportedPrompt("the chat template has no place for a document.")
         document.tokens = len(ids)
         self._llm.check_prompts([ids], 1, self._plan)
         seq = self._new_sequence(document, ids)

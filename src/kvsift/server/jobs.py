@@ -127,8 +127,7 @@ class ServerJob:
         if "usage" in new:
             answer.finish, answer.usage = new["finish"], new["usage"]
         elif "finish" in new:
-            code = "invalid_value" if new["status"] < 500 else "answer_failed"
-            self.fail(ApiError(new["status"], new["message"], code))
+            self.fail(ApiError(new["status"], new["message"], new["code"]))
         self._changed.set()
 
     async def wait(self) -> None:

@@ -10,7 +10,7 @@ from kvsift.api.llm import LLM
 from kvsift.api.saved_document import SavedDocument, check_saving, save
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.engine.sequence import Sequence
-from kvsift.errors import InputError
+from kvsift.errors import InputError, OtherModel
 from kvsift.models.hf.cache import SparseCache
 from kvsift.tokenization.prompt import DocumentText
 
@@ -23,7 +23,7 @@ def source_of(path: Path, llm: LLM, seq: Sequence) -> Callable[[SparseCache], No
         with SavedDocument(path) as saved:
             saved.check(llm, seq.request.plan)
             if saved.ids != seq.request.ids or saved.rotation != llm.rotation(seq.request.length):
-                raise InputError("it has other tokens, or other positions.")
+                raise OtherModel("it has other tokens, or other positions.")
     except InputError as error:
         drop(path, error)
         return None

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsift.api.llm import LLM
-from kvsift.errors import InputError
-
-
-class TooLong(InputError):
-    """A prompt that the model has no positions for."""
+from kvsift.errors import ContextLengthExceeded
 
 
 @dataclass(frozen=True)
@@ -30,18 +26,18 @@ class PromptLimit:
         return cls(llm.directory.max_positions, max(map(len, llm.tokenizer.get_vocab())))
 
     def check_text(self, num_characters: int) -> None:
-        """Refuse a text that has too many tokens however it is tokenized (``TooLong``): to tokenize megabytes takes
+        """Refuse a text that has too many tokens however it is tokenized: to tokenize megabytes takes
         gigabytes and a minute, in which the thread does nothing else."""
         if self.positions is not None and num_characters > self.positions * self.longest_token:
-            raise TooLong(
+            raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.positions} tokens, and {num_characters} characters are "
                 f"more, as its longest token has {self.longest_token}. Shorten the prompt."
             )
 
     def check_tokens(self, num_prompt: int, num_new: int) -> None:
-        """Refuse a prompt that leaves no room for its answer (``TooLong``)."""
+        """Refuse a prompt that leaves no room for its answer (``ContextLengthExceeded``)."""
         if self.positions is not None and num_prompt + num_new > self.positions:
-            raise TooLong(
+            raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.positions} tokens. The prompt has {num_prompt} tokens "
                 f"and up to {num_new} will be generated: {num_prompt + num_new} in all. Shorten the prompt, or "
                 "generate fewer tokens."

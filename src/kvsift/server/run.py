@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from kvsift.errors import InputError
+from kvsift.errors import Unavailable
 from kvsift.server.app import build
 from kvsift.server.connections import Connection, raise_file_limit
 from kvsift.server.settings import ServerSettings
@@ -53,8 +53,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise InputError(f"port {port} of {host} is taken. Give another --port, or 0 for any free one.") from None
-        raise InputError(f"{host} port {port} cannot be listened on: {error}.") from None
+            raise Unavailable(f"port {port} of {host} is taken. Give another --port, or 0 for any free one.") from None
+        raise Unavailable(f"{host} port {port} cannot be listened on: {error}.") from None
     # Connections inherit it. asyncio sets it only where a socket names its protocol, which those of create_server do
     # not; without it the body of an answer, and every token of a stream, waits up to 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

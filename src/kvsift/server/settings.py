@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingInput, UnreadableFile
 from kvsift.server.api_errors import ApiError
 
 PlanText = str | Mapping[str, Any]
@@ -125,10 +125,10 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
     try:
         lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the file of API keys {file} cannot be read: {error}.") from None
+        raise UnreadableFile(f"the file of API keys {file} cannot be read: {error}.") from None
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise InputError(
+        raise MissingInput(
             f"the file of API keys {file} has no key; give one per line. Lines that begin with # are none."
         )
     return keys + found
@@ -137,7 +137,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
 def check_exposure(host: str, keys: Sequence[str], is_open: bool) -> None:
     """Refuse an address that other machines reach without an API key (``InputError``), unless that is asked for."""
     if not keys and not is_open and not _is_loopback(host):
-        raise InputError(
+        raise MissingInput(
             f"--host {host} lets other machines in, and there is no API key. Set {KEY_VARIABLE}, give --api-key-file, "
             "or, in a network where everybody may use the model, --open."
         )

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import FailedProcess, InputError
 from kvsift.server import frames
 from kvsift.server.api_errors import ApiError, unavailable
 from kvsift.server.document_files import DocumentFiles
@@ -226,7 +226,7 @@ class Supervisor:
             if not self.ready.is_set() or tries == TRIES:
                 if self._is_stopping:
                     return
-                raise InputError("the engine process exited before it was ready; see the log above.")
+                raise FailedProcess("the engine process exited before it was ready; see the log above.")
             self.restarts += not self._is_stopping
 
     async def _run_engine(self) -> bool:

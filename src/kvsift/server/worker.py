@@ -31,13 +31,13 @@ from kvsift.engine.options import GenerateOptions
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.exactness import check_exact
-from kvsift.errors import InputError, KVSiftError
+from kvsift.errors import EmptyText, InputError, InvalidValue, KVSiftError, UnreadableFile, UnusedOption
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.plan import Plan
 from kvsift.server import frames
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.held_documents import HeldDocuments
-from kvsift.server.prompt_limit import PromptLimit, TooLong
+from kvsift.server.prompt_limit import PromptLimit
 from kvsift.server.replies import Reply, usage_of
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, require_text
@@ -141,11 +141,8 @@ class Worker:
         try:
             prompts = self._prompts(request)
             seqs = self._open(message, request, prompts)
-        except TooLong as error:
-            self._refuse(key, 400, error, "context_length_exceeded")
-            return
         except InputError as error:
-            self._refuse(key, 400, error, "invalid_value")
+            self._refuse(key, 400, error, error.code)
             return
         except Exception as error:  # of this request; others continue
             traceback.print_exc()
@@ -183,7 +180,7 @@ class Worker:
 
     def _refuse_sequence(self, opened: OpenSequence, reason: str) -> None:
         """End a sequence that was not submitted."""
-        ending = _ending_of(InputError(f"the document cannot be read: {reason}"))
+        ending = _ending_of(UnreadableFile(f"the document cannot be read: {reason}"))
         self._send_frame(frames.pack_step([self._encode(opened, ending)]))
 
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
@@ -209,7 +206,7 @@ class Worker:
             return llm.encode(prompt)
         vocabulary = llm.directory.config.vocab_size
         if (largest := max(prompt)) >= vocabulary:
-            raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
+            raise InvalidValue(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return prompt
 
     def _open(self, message: dict[str, Any], request: AnswerRequest, prompts: list[list[int]]) -> list[OpenSequence]:
@@ -249,7 +246,7 @@ class Worker:
     def _max_new_tokens(self, ids: abc.Sequence[int], max_tokens: int | None) -> int:
         positions = self._limit.positions
         if not ids:
-            raise InputError("the prompt is empty.")
+            raise EmptyText("the prompt is empty.")
         if max_tokens is None:
             max_tokens = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
         self._limit.check_tokens(len(ids), max_tokens)
@@ -260,7 +257,7 @@ class Worker:
         if request.min_recovery is None:
             return plan
         if plan.decode is None:
-            raise InputError("min_recovery widens a budget, and this plan decodes densely. Leave it out.")
+            raise UnusedOption("min_recovery widens a budget, and this plan decodes densely. Leave it out.")
         rule = replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=request.min_recovery))
         guarded = replace(plan, decode=rule)
         check(PlanCase(guarded, probe_every=self._llm.probe_every), NO_PROBES)
@@ -343,13 +340,15 @@ def _end_process(error: BaseException) -> None:
 def _ending_of(error: BaseException) -> dict[str, Any]:
     """The end of a sequence with an error. Messages of kvsift are sent to the client; those of other errors are
     logged."""
-    status, message = 400 if isinstance(error, InputError) else 500, str(error)
+    message = str(error)
+    if isinstance(error, InputError):
+        return {"finish": "error", "status": 400, "message": message, "code": error.code}
     if not isinstance(error, KVSiftError):
         traceback.print_exception(error)
         message = f"this answer failed ({type(error).__name__}); the log has the reason."
-    elif status == 500:
+    else:
         print(f"kvsift: an answer failed: {message}", file=sys.stderr)
-    return {"finish": "error", "status": status, "message": message}
+    return {"finish": "error", "status": 500, "message": message, "code": "answer_failed"}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 
 
 class DeviceCache:
@@ -24,7 +24,7 @@ class DeviceCache:
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise InputError(f"device_cache={tokens!r} must be a number of tokens, 1 or more; 8192 is a good start.")
+            raise InvalidValue(f"device_cache={tokens!r} must be a number of tokens, 1 or more; 8192 is a good start.")
         self.tokens, self.device = tokens, device
         self._requested = self._hits = 0
         self._granule_size = self._num_kv_heads = self._clock = 0

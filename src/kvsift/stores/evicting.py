@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import EvictedTokens
 from kvsift.stores.base import Attended, Segment, Select, Store, View
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
@@ -188,7 +188,7 @@ class EvictingStore(Store):
     def check_crop(self, row: int, length: int) -> None:
         if not self.can_crop(row, length):
             evicted = self._lengths[row] - self.num_stored(row)
-            raise InputError(
+            raise EvictedTokens(
                 f"this cache cannot go back from {self._lengths[row]} tokens to {length}: {evicted} of them were "
                 "dropped for good to make room for the last ones (evict=true). Read the text again into a new cache, "
                 "or leave evict out: the same tokens are then only hidden."
@@ -217,7 +217,7 @@ class EvictingStore(Store):
             InputError: if something was evicted.
         """
         if self.left:
-            raise InputError(
+            raise EvictedTokens(
                 "this cache has dropped tokens for good (evict=true), so no other plan can go on with it. Start with "
                 "an empty cache, or leave evict out."
             )

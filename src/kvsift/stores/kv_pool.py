@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
@@ -140,7 +140,7 @@ class KVPool:
             if pool is None:
                 pool = self.layers[index] = make(self.pages)
         if pool.page_size != page_size:
-            raise InputError(
+            raise UnsupportedPlan(
                 f"the pool has pages of {pool.page_size} tokens, and the plan needs pages of {page_size}. Give the "
                 f"plan page_size={pool.page_size}, or the cache a pool of its own."
             )

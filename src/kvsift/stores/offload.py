@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, NotEnoughMemory
 from kvsift.stores.base import Attended, Pools, Segment, Select, Transfers, View
 from kvsift.stores.device_cache import DeviceCache
 from kvsift.stores.page_table import PageTable
@@ -57,7 +57,7 @@ class OffloadStore(SplitStore):
     def check_knobs(cls, *, device_cache: object = DEVICE_CACHE, **knobs: Any) -> None:
         super().check_knobs(**knobs)
         if isinstance(device_cache, bool) or not isinstance(device_cache, int) or device_cache < 1:
-            raise InputError(
+            raise InvalidValue(
                 f"device_cache={device_cache!r} must be a number of tokens, 1 or more; {DEVICE_CACHE} is usual."
             )
 
@@ -78,7 +78,7 @@ class OffloadStore(SplitStore):
     def reserve_rows(self, lengths: Sequence[int]) -> None:
         super().reserve_rows(lengths)
         if self.is_remote and not (self.pool.keys.is_pinned() and self.pool.values.is_pinned()):
-            raise InputError(
+            raise NotEnoughMemory(
                 f"the system does not lock {self.pool.num_bytes / (1 << 30):.1f} GiB of host memory for the keys and "
                 f"values of layer {self.shape.layer}, which the GPU reads there. Free some, shorten the context, or "
                 "give path='composed'."

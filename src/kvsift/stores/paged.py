@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedDevice
 from kvsift.kernels.page_summary import summarise
 from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
@@ -295,7 +295,7 @@ class HostStore(PagedStore):
 
     def __init__(self, shape: Any, num_rows: int, page_size: int, like: Any, *args: Any, **kwargs: Any) -> None:
         if like.device.type != "cpu":
-            raise InputError(
+            raise UnsupportedDevice(
                 f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
                 "placement=split or placement=offload."
             )

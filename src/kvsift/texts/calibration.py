@@ -13,7 +13,7 @@ from typing import Any
 from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.recipe import pieces_of_texts
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift.texts import TASKS, make_sample
 from kvsift.texts.prose import prose
 from kvsift.texts.sample import Sample
@@ -42,7 +42,7 @@ def task_texts(
         try:
             sample = make_sample(task, length - room, seed, encode, QUESTIONS, prefix)
         except ValueError as error:
-            raise InputError(
+            raise TooShort(
                 f"task {task.name!r} cannot be made of {length} tokens: {error}. Give a longer --length."
             ) from error
         texts.append(_answered(sample, encode, room))
@@ -83,7 +83,7 @@ def windows(
             break
         if context <= LEAST_CONTEXT:
             total = sum(map(len, encoded.values()))
-            raise InputError(
+            raise TooShort(
                 f"the texts have {total:,} tokens, too little: {count} pieces are scored, {scored} tokens of each, "
                 f"after at least {LEAST_CONTEXT}. Give --text files of at least {count * scored + LEAST_CONTEXT:,} "
                 "tokens together, or leave out --text for those that come with kvsift."

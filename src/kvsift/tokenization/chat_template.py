@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPrompt
 
 Message = Mapping[str, Any]  # with a role and, as text, a content
 MOST_KNOWN = 256  # sequences of roles
@@ -37,7 +37,7 @@ class ChatTemplate:
         try:
             text = self._rendered(messages, in_parts or (), continues)
         except Exception as error:  # templates raise any exception
-            raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
+            raise UnsupportedPrompt(f"the model's chat template refuses this prompt: {error}.") from error
         if in_parts is None:  # it refuses markers, so look for the contents themselves
             _require_all({message["role"] for message in messages if message["content"].strip() not in text})
         return text
@@ -84,7 +84,7 @@ def _require_all(lost: Collection[str]) -> None:
     """Refuse a prompt without the contents of some roles (``InputError``)."""
     if lost:
         roles = " and ".join(sorted(lost))
-        raise InputError(
+        raise UnsupportedPrompt(
             f"the model's chat template (chat_template of its tokenizer) does not write the content of {roles} "
             "messages, whether it is given as text or as parts, so that it would be lost. Leave these messages out, "
             "use a prompt template of your own, or correct the chat template."

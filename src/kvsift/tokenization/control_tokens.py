@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding, Tokenizer
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, UnsupportedPrompt
 from kvsift.tokenization.chat_template import ChatTemplate
 from kvsift.tokenization.growing_text import GrowingText
 
@@ -124,7 +124,7 @@ class ControlTokens:
         try:
             masked = build(masks.mask)
         except InputError as error:
-            raise InputError(masks.unmask(str(error))) from None
+            raise UnsupportedPrompt(masks.unmask(str(error))) from None
         used = masked + known.sample
         control = {
             token: number
@@ -212,7 +212,7 @@ class ControlTokens:
 
     def _refused(self, rendering: Rendering) -> InputError:
         spelled = ", ".join(filter(rendering.is_spelled, rendering.control)) or "a control token"
-        return InputError(
+        return UnsupportedPrompt(
             f"the text spells {spelled}, and {type(self._tokenizer).__name__} would read it as a control token of "
             "this model. Remove it from the text, or convert the tokenizer to tokenizer.json."
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import EmptyText, InvalidText, InvalidValue, MissingInput, UnsupportedPrompt
 from kvsift.tokenization.chat_template import ChatTemplate
 from kvsift.tokenization.control_tokens import ControlTokens, Mask, Rendering
 from kvsift.tokenization.growing_text import GrowingText
@@ -48,13 +48,13 @@ class PromptFormat:
             require_text(self.template, "prompt template")
             context, question = (self.template.find(slot) for slot in ("{context}", "{question}"))
             if not 0 <= context < question:
-                raise InputError("a prompt template needs {context} and, after it, {question}.")
+                raise InvalidValue("a prompt template needs {context} and, after it, {question}.")
         if self.system is None:
             return
         require_text(self.system, "system message")
         if self.template is not None or not self.tokenizer.chat_template:
             lacking = "a prompt template replaces it" if self.template is not None else "this model has none"
-            raise InputError(
+            raise UnsupportedPrompt(
                 f"a system message is part of a chat template, and {lacking}. Use a prompt template alone."
             )
 
@@ -104,14 +104,15 @@ class PromptFormat:
 
     def _offsets(self, context: str, text_of: Callable[[str, Mask], str]) -> TextOffsets:
         if not context.strip():
-            raise InputError("passages are parts of a document, and there is none. Give one, or leave out passages.")
+            raise MissingInput("passages are parts of a document, and there is none. Give one, or leave out passages.")
         marker = "kvsift" + "x" * 32  # a document of its own, to find where documents begin
         rendering, start = self._control.render(partial(text_of, context)), text_of(marker, str).find(marker)
         lead, body = len(context) - len(context.lstrip()), context.strip()
         begin = next((at for at in (start, start + lead) if start >= 0 and rendering.text.startswith(body, at)), None)
         if begin is None:
-            raise InputError("the model's chat template changes the document, so its passages cannot be found. Leave "
-                             "out passages.")  # fmt: skip
+            raise UnsupportedPrompt(
+                "the model's chat template changes the document, so its passages cannot be found. Leave out passages."
+            )
         require_spans(self.tokenizer)
         _, spans = self._control.encode(rendering, self._special(rendering), with_spans=True)
         return TextOffsets([(first - begin + lead, last - begin + lead) for first, last in spans], len(context))
@@ -145,11 +146,13 @@ class PromptFormat:
         roles = [message["role"] for message in said]
         if roles != ["user", "assistant"] * (len(said) // 2) + ["user"]:
             got = ", ".join(roles) or "none"
-            raise InputError(f"this model answers questions and answers in turn, the user's first and last; got {got}.")
+            raise InvalidValue(
+                f"this model answers questions and answers in turn, the user's first and last; got {got}."
+            )
         texts = [message["content"] for message in said]
         document, _, texts[0] = texts[0].strip().rpartition("\n\n")
         if not texts[-1].strip():
-            raise InputError("the last message is empty.")
+            raise EmptyText("the last message is empty.")
         turns = list(zip(texts[:-1:2], texts[1::2]))
         return self._text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns, str)
 
@@ -177,7 +180,7 @@ def _with_document(messages: Sequence[Mapping[str, str]], document: str) -> list
     """Messages with a document before the user's first one."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise InputError("a chat about a document has a message of the user; got none.")
+        raise MissingInput("a chat about a document has a message of the user; got none.")
     content = f"{document.rstrip()}\n\n{messages[first]['content'].strip()}".strip()
     return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
@@ -238,11 +241,11 @@ def require_text(text: str, what: str) -> None:
         InputError: for what is no text, and for surrogates, which stand for bytes that are not UTF-8.
     """
     if not isinstance(text, str):
-        raise InputError(f"the {what} is {type(text).__name__}, not text. Give a str.")
+        raise InvalidValue(f"the {what} is {type(text).__name__}, not text. Give a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
+        raise InvalidText(
             f"the {what} is not UTF-8 text (character {error.start} is {text[error.start]!a}). Give it in UTF-8."
         ) from None
 

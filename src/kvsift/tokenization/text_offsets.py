@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPrompt
 
 Span = tuple[int, int, float]  # first character, the one after the last, share
 DECIMALS = 3  # of a share
@@ -80,7 +80,7 @@ def offsets_of(tokenizer: Any, text: str) -> TextOffsets:
 def require_spans(tokenizer: Any) -> None:
     """Refuse a tokenizer that does not say where its tokens stand in a text."""
     if not getattr(tokenizer, "is_fast", False):
-        raise InputError(
+        raise UnsupportedPrompt(
             f"passages need a tokenizer that says where its tokens stand in a text, and {type(tokenizer).__name__} "
             "does not. Leave them out."
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.layer.accounting import Tally
@@ -67,7 +67,7 @@ class BlockLayout(NamedTuple):
             seen += scratch[1, -1].flatten().to(torch.int64) * BASE**power
         order = seen.argsort()
         if not torch.equal(seen[order], ids.flatten()):
-            raise InputError(
+            raise UnsupportedCall(
                 "this vLLM packs the numbers of its KV cache in a way that kvsift does not know. Take --dtype float32, "
                 "or start vLLM without the kvsift settings."
             )

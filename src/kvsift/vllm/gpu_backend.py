@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import FEW, compile_ahead, summarise_slots
@@ -373,12 +373,14 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         assert self._state is not None
         assert not torch.cuda.is_current_stream_capturing(), "vLLM runs a step before it captures one"
         if kv_cache.dim() != 4 or kv_cache.shape[1:4:2] != (self.num_kv_heads, 2 * self.head_size):
-            raise InputError(
+            raise UnsupportedCall(
                 f"this vLLM keeps its KV cache as {list(kv_cache.shape)}, in a way that kvsift does not know. Start it "
                 "without the kvsift settings."
             )
         if self._is_fp8 and layer._k_scale.numel() > 1:
-            raise InputError("kvsift reads fp8 caches with one scale for all heads. Take --kv-cache-dtype bfloat16.")
+            raise UnsupportedCall(
+                "kvsift reads fp8 caches with one scale for all heads. Take --kv-cache-dtype bfloat16."
+            )
         state, (kind, page_size) = self._state, self._summary
         state.held = None  # what the profile run held is for this
         pages = BlockPages.of(kv_cache, page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedPlan
 from kvsift.layer.paged_decode import list_capacity
 from kvsift.plan.capabilities import reason, reasons
 from kvsift.plan.plan import Plan, Rule
@@ -130,14 +130,14 @@ def check_config(config: Any, settings: Settings) -> None:
     for plan in settings.plans:
         found += reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
     if found:
-        raise InputError(" ".join([*found, TAKE_DENSE]))
+        raise UnsupportedPlan(" ".join([*found, TAKE_DENSE]))
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:
     """Refuse pages that do not fill a block of vLLM's cache (``InputError``)."""
     for kind, page_size in settings.summaries:
         if block_size % page_size:
-            raise InputError(
+            raise UnsupportedPlan(
                 f"blocks of {block_size} tokens are not whole pages of {page_size} ({kind}). Take page_size=16 in the "
                 f"plan, or --block-size {-(-block_size // page_size) * page_size}."
             )

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from kvsift.checkpoint import local_directory
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError, InvalidValue, MissingInput, UnsupportedPlan, unknown
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.plan.capabilities import check, reason
 from kvsift.plan.plan import Plan, Rule
@@ -48,15 +48,15 @@ class Settings:
         if given is None:
             return None
         if not isinstance(given, Mapping):
-            raise InputError(f'{KEY} is a table such as {{"plan": "sketch:budget=1024"}}; got {given!r}.')
+            raise InvalidValue(f'{KEY} is a table such as {{"plan": "sketch:budget=1024"}}; got {given!r}.')
         for key in given:
             if key not in (known := [each.name for each in fields(cls)]):
                 raise unknown(f"key of {KEY}", key, known)
         if "plan" not in given:
-            raise InputError(f'{KEY} has no plan; add "plan": "sketch:budget=1024", or "dense".')
+            raise MissingInput(f'{KEY} has no plan; add "plan": "sketch:budget=1024", or "dense".')
         more = given.get("plans", ())
         if isinstance(more, str | Mapping) or not hasattr(more, "__iter__"):
-            raise InputError(f'plans={more!r} must be a list, such as ["quest:budget=1024"].')
+            raise InvalidValue(f'plans={more!r} must be a list, such as ["quest:budget=1024"].')
         return cls(
             read_plan(given["plan"], plans),
             tuple(read_plan(plan, plans) for plan in more),
@@ -89,7 +89,7 @@ class Settings:
         plan = read_plan(spec, plans)
         if missing := set(summaries_of(plan)) - set(self.summaries):
             kind, page_size = min(missing)
-            raise InputError(
+            raise UnsupportedPlan(
                 f"{plan} needs page summaries of kind {kind} over pages of {page_size} tokens, and this server was "
                 f"not started with them. Allowed are dense, and {self._allowed()}. Start it with plans=[{str(plan)!r}] "
                 "beside its plan to allow this one."
@@ -119,7 +119,7 @@ def read_plan(spec: Any, plans: ModelPlans | None = None) -> Plan:
         check(plan, PLANS)
     except InputError as error:
         if is_auto(spec):
-            raise InputError(f"plan=auto is {plan}, as kvsift tune found it. {error}") from None
+            raise UnsupportedPlan(f"plan=auto is {plan}, as kvsift tune found it. {error}") from None
         raise
     return plan
 
@@ -151,12 +151,12 @@ def _page_size(rule: Any) -> int:
 def _whole(given: Mapping[str, Any], key: str, default: int, unit: str) -> int:
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{key}={value!r} must be a whole number of {unit}, 0 or more.")
+        raise InvalidValue(f"{key}={value!r} must be a whole number of {unit}, 0 or more.")
     return value
 
 
 def _number(given: Mapping[str, Any], key: str, default: float) -> float:
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise InputError(f"{key}={value!r} must be a number, 0 or more.")
+        raise InvalidValue(f"{key}={value!r} must be a number, 0 or more.")
     return value

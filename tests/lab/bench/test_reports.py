@@ -11,8 +11,7 @@ from kvsift_lab.bench import chart
 from kvsift_lab.bench import decode as decode_report
 from kvsift_lab.stored import document
 from lab.bench.fake_results import attention_result, decode_result
-
-from kvsift import InputError
+from refusals import refused
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_a_chart_is_an_svg_that_names_its_result(result: dict[str, Any]) -> None
 
 
 def test_a_chart_without_points_is_refused(result: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="nothing to draw"):
+    with refused("missing_input"):
         chart.attention_chart(result | {"points": []})
 
 

@@ -19,8 +19,8 @@ from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.serve import ServeRecipe, over_dense, overhead, percentile, serve_table
 from kvsift_lab.bench.serve_client import TimedAnswer, ask
 from kvsift_lab.bench.serve_measure import DocumentMaker, ServeBench, gaps, load_numbers
+from refusals import refused
 
-from kvsift import InputError
 from kvsift.models.hf.model_directory import ModelDirectory
 
 PLAN = "quest:budget=96:window=32:dense_layers=none"
@@ -131,9 +131,9 @@ def test_what_the_server_refuses_is_the_reason_of_a_point(canned: CannedServer, 
 
 def test_a_server_of_another_model_or_none_is_refused(canned: CannedServer, model: Path) -> None:
     canned.name = "another"
-    with pytest.raises(InputError, match="the server has the model 'another'"):
+    with refused("other_model: 'another'"):
         next(ServeBench(recipe_for(model, url=canned.url)).run())
-    with pytest.raises(InputError, match="does not answer as a server of kvsift"):
+    with refused("failed_process"):
         next(ServeBench(recipe_for(model, url="http://127.0.0.1:9")).run())
 
 
@@ -175,7 +175,7 @@ def test_lines_between_events_are_skipped_and_errors_raised() -> None:
     for line in (b": read 5 of 9 tokens\n", b"\n", b"data: [DONE]\n", b'data: {"choices": [{"text": ""}]}\n'):
         answer.take(line)
     assert answer == TimedAnswer()
-    with pytest.raises(InputError, match="it died"):
+    with refused("failed_process: it died"):
         answer.take(b'data: {"error": {"message": "it died"}}\n')
 
 

@@ -10,6 +10,7 @@ from kvsift_lab.bench import split_measure
 from kvsift_lab.bench.split import SplitRecipe, point_text
 from kvsift_lab.bench.split_measure import SplitBench, layer_bytes, require_host_memory, shared_bytes
 from kvsift_lab.bench.timeline import overlap, summary, timeline, union
+from refusals import refused
 
 from kvsift import InputError, native
 from kvsift.plan.placement import Placement
@@ -50,8 +51,7 @@ def test_a_million_tokens_of_llama_3_8b_are_128_gib() -> None:
 @pytest.mark.parametrize(
     ("layers", "values", "message"),
     [
-        (None, "model", r"tokens of llama-3-8b with 32 layers take about 128\.5 GiB .* 125\.0 GiB are available\. "
-                        r"Take --layers 31, --host-values int8, or"),
+        (None, "model", "not_enough_memory: --layers 31, --host-values int8"),
         (None, "int8", None),
         (16, "model", None),
         (31, "model", None),
@@ -62,7 +62,7 @@ def test_what_does_not_fit_the_host_is_refused(layers: int | None, values: Any, 
     if message is None:
         require_host_memory(*given)
         return
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         require_host_memory(*given)
 
 
@@ -70,7 +70,7 @@ def test_that_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(split_measure, "available_bytes", lambda device: GIB)
     monkeypatch.setattr(split_measure, "random_model", lambda *given, **how: pytest.fail("a model was made"))
     recipe = SplitRecipe((1024, 1 << 20), ("offload",), device="cpu")
-    with pytest.raises(InputError, match="Take --host-values int8, or a shorter context"):
+    with refused("not_enough_memory: --host-values int8"):
         SplitBench.of(recipe)
 
 

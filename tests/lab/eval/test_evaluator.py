@@ -15,9 +15,9 @@ from kvsift_lab.eval.recipe import EvalRecipe, Job
 from kvsift_lab.eval.results import difference, document_of, is_extended
 from kvsift_lab.eval.tasks import Question, Sample
 from lab.eval.samples import recipe_of, recipe_text
+from refusals import refused
 
 from kvsift.api.llm import LLM
-from kvsift.errors import InputError
 
 PLANS = '"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"'
 NOTHING = frozenset()
@@ -184,7 +184,7 @@ def test_two_files_of_one_name_are_refused(model: Path, tmp_path: Path) -> None:
         files += f"[[files]]\nkind = 'longbench'\npath = '{tmp_path / task / 'validation.jsonl'}'\n"
     path = tmp_path / "recipe.toml"
     path.write_text(recipe_text(model=model) + files)
-    with pytest.raises(InputError, match="two files of the recipe are named 'validation'"):
+    with refused("invalid_value: 'validation'"):
         EvalRecipe.load(path)
 
 

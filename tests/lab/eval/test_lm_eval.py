@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of
-
-from kvsift import InputError
+from refusals import refused
 
 REAL = find_spec("lm_eval") is not None
 CONTEXT, CONTINUATION = text_of(300), " and the wheel turns"
@@ -178,12 +177,12 @@ def test_a_model_of_the_hub_names_one_file_of_the_cache_of_requests(
 ) -> None:
     monkeypatch.setattr(type(dense.llm.directory), "name", "Qwen/Qwen3-4B")
     assert dense.tokenizer_name == "Qwen__Qwen3-4B"
-    with pytest.raises(InputError, match="Qwen/Qwen3-4B has no chat template"):
+    with refused("unsupported_prompt: Qwen/Qwen3-4B"):
         dense.apply_chat_template([])
 
 
 def test_without_a_chat_template_there_are_no_turns(dense: Any) -> None:
-    with pytest.raises(InputError, match="has no chat template"):
+    with refused("unsupported_prompt"):
         dense.apply_chat_template([{"role": "user", "content": "hello"}])
 
 

@@ -1,7 +1,6 @@
 """Local files in their published formats: what they become, and what is said of a bad line."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from kvsift_lab.eval.scorers import SCORERS, score
 from kvsift_lab.eval.tasks import Question, Sample
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 from lab.eval.task_tools import BOS, encode
+from refusals import refused
 
-from kvsift.errors import InputError
+from kvsift.errors import UnreadableFile, WrongFile
 
 RULER_LINE = {
     "index": 0,
@@ -81,13 +81,13 @@ def test_ruler_questions_of_documents_are_scored_in_part(tmp_path: Path) -> None
 
 
 def test_a_ruler_file_must_be_named_after_its_task(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"niah_single1.*did you mean 'niah_single_1'"):
+    with refused("unknown_name"):
         load_file("ruler", write(tmp_path / "niah_single1.jsonl", RULER_LINE), encode)
 
 
 def test_a_ruler_prompt_without_a_question_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "vt.jsonl", RULER_LINE, RULER_LINE | {"input": "A text."})
-    with pytest.raises(InputError, match=r"vt.jsonl:2: .*question after the context"):
+    with refused("wrong_file: 'input' of vt must have its question after the context"):
         load_file("ruler", path, encode)
 
 
@@ -126,7 +126,7 @@ def test_longbench_prompts_beside_the_data_are_used(tmp_path: Path) -> None:
     made, question = only(load_file("longbench", write(tmp_path / "a.jsonl", LONGBENCH_LINE), encode))
     assert made.context + question.tail == "Read Über Łódź: it is in Oslo.. Now: Where is {it}?"
     (tmp_path / "dataset2prompt.json").write_text('{"hotpotqa": "no slot"}')
-    with pytest.raises(InputError, match=r"dataset2prompt\.json must be an object of prompts"):
+    with refused("wrong_file: dataset2prompt.json"):
         load_file("longbench", tmp_path / "a.jsonl", encode)
 
 
@@ -144,13 +144,13 @@ def test_longbench_prompts_beside_the_data_are_used(tmp_path: Path) -> None:
 )
 def test_a_bad_longbench_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE | change)
-    with pytest.raises(InputError, match=rf"a\.jsonl:2: .*{message}"):
+    with refused(f"wrong_file: {message}"):
         load_file("longbench", path, encode)
 
 
 def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"dataset": "hotpotqa", "question": "?"})
-    with pytest.raises(InputError, match=r"a\.jsonl:1: no 'answers'; there are 'dataset', 'question'"):
+    with refused("wrong_file: no 'answers'; there are 'dataset', 'question'"):
         load_file("longbench", path, encode)
 
 
@@ -203,7 +203,7 @@ def test_infinitebench_calls_are_found_in_the_input(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_infinitebench_line_is_named(tmp_path: Path, name: str, line: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=rf"{name}\.jsonl:1: .*{message}"):
+    with refused(f"wrong_file: {name}"):
         load_file("infinitebench", write(tmp_path / f"{name}.jsonl", line), encode)
 
 
@@ -216,7 +216,7 @@ def test_infinitebench_references_may_be_many_numbers(tmp_path: Path) -> None:
 
 
 def test_an_infinitebench_file_must_be_named_after_a_task(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"named after its task.*'math_calk'.*math_calc"):
+    with refused("unknown_name: code_debug, code_run, kv_retrieval, longbook_choice_eng, lon"):
         load_file("infinitebench", write(tmp_path / "math_calk.jsonl", {}), encode)
 
 
@@ -235,7 +235,7 @@ def test_pg19_predicts_what_follows_the_beginning_of_each_book(tmp_path: Path) -
     assert short.notes == ("the book has about 413 tokens only",)  # 420 bytes and bos, 8 spared
     assert len(short.context_ids) == 413 - NUM_TARGETS
     assert load_file("pg19", tmp_path / "b.txt", encode, max_tokens=1000, prefix=(BOS,)) == [long]
-    with pytest.raises(InputError, match="too short"):
+    with refused("too_short"):
         load_file("pg19", tmp_path, encode, max_tokens=200)
 
 
@@ -247,12 +247,12 @@ def test_so_many_tokens_are_predicted_after_a_text_as_the_recipe_asks(tmp_path: 
     (tmp_path / "r.toml").write_text(text + "20")
     assert EvalRecipe.load(tmp_path / "r.toml").files[0].targets == 20
     (tmp_path / "r.toml").write_text(text.replace("texts", "jsonl") + "20")
-    with pytest.raises(InputError, match="targets are predicted after texts"):
+    with refused("invalid_value"):
         EvalRecipe.load(tmp_path / "r.toml")
 
 
 def test_a_directory_without_books_has_no_samples(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no samples"):
+    with refused("wrong_file"):
         load_file("pg19", tmp_path, encode)
 
 
@@ -294,7 +294,7 @@ def test_hotpotqa_has_all_documents_of_its_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["squad", "hotpotqa"])
 def test_other_json_is_refused(tmp_path: Path, kind: str, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(InputError, match=r"a\.json (is not in the published format|cannot be read as JSON)"):
+    with pytest.raises((UnreadableFile, WrongFile), match=r"a\.json"):
         load_file(kind, tmp_path / "a.json", encode)
 
 
@@ -313,7 +313,7 @@ def test_a_long_context_loses_its_middle() -> None:
 
 
 def test_a_question_longer_than_half_is_refused() -> None:
-    with pytest.raises(InputError, match="half of it must exceed the question's 9 tokens"):
+    with refused("invalid_value"):
         ContextFitter(encode, 16, ()).sample(
             "any", "abcdefghijklmnopqrst", Question("asks more", "", 0.5, is_framed=False)
         )
@@ -347,12 +347,12 @@ def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(LONGBENCH_LINE).encode() + b"\n" + raw + b"\n")
-    with pytest.raises(InputError, match=r"a\.jsonl:2: a JSON object per line is expected"):
+    with refused("wrong_file: a.jsonl"):
         load_file("longbench", path, encode)
 
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a\.jsonl:1: a JSON object is expected, not \['a'\]"):
+    with refused("wrong_file: a.jsonl"):
         load_file("longbench", write(tmp_path / "a.jsonl", ["a"]), encode)
 
 
@@ -362,16 +362,16 @@ def test_only_as_many_samples_as_wanted_are_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean 'longbench'"):
+    with refused("unknown_name: did you mean 'longbench'"):
         load_file("long_bench", tmp_path, encode)
-    with pytest.raises(InputError, match="there is no"):
+    with refused("missing_file"):
         load_file("longbench", tmp_path / "none.jsonl", encode)
-    with pytest.raises(InputError, match="is a directory"):
+    with refused("wrong_file"):
         load_file("longbench", tmp_path, encode)
-    with pytest.raises(InputError, match="limit=0"):
+    with refused("invalid_value: limit=0"):
         load_file("longbench", tmp_path, encode, limit=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InputError, match="has no samples"):
+    with refused("wrong_file"):
         load_file("longbench", tmp_path / "empty.jsonl", encode)
 
 
@@ -400,14 +400,14 @@ def test_own_questions_need_no_faked_benchmark(tmp_path: Path, model: Path) -> N
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"answer": 5}, "1: 'answer' must be text, not 5."),
-        ({"answer": []}, "1: 'answer' must be a list of texts, at least one, not []."),
-        ({"question": " "}, "1: 'question' is empty."),
-        ({"context": None}, "1: 'context' must be text, not None."),
+        ({"answer": 5}, "wrong_file: 'answer' must be text, not 5"),
+        ({"answer": []}, "wrong_file: 'answer' must be a list of texts, at least one, not []"),
+        ({"question": " "}, "wrong_file: 'question' is empty"),
+        ({"context": None}, "wrong_file: 'context' must be text, not None"),
     ],
 )
 def test_a_line_of_own_questions_that_is_wrong_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     line = {"context": "Oslo is a city.", "question": "Which?", "answer": "Oslo"}
     path = write(tmp_path / "mine.jsonl", line | change)
-    with pytest.raises(InputError, match=re.escape(says)):
+    with refused(says):
         load_file("jsonl", path, encode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.recipe import EvalRecipe, Job
 from kvsift_lab.eval.results import document_of
 from lab.eval.samples import RECIPE, recipe_of
+from refusals import refused
 
-from kvsift import InputError
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.syntax import parse_plan
 
@@ -52,46 +51,49 @@ def test_the_recipes_that_ship_can_be_run(path: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("seed = 5", "sed = 5"), "unknown key of the recipe recipe.toml 'sed'; did you mean 'seed'? Known: budgets,"),
-        (("lengths = [700]", ""), "a recipe needs tasks and lengths, or files, or both."),
+        (("seed = 5", "sed = 5"), "unknown_name: of the recipe recipe.toml 'sed'; did you mean 'seed'?"),
+        (("lengths = [700]", ""), "invalid_value"),
         (
             (RECIPE, "seed = 5"),
-            "it lacks questions_per_task, questions_per_context, plans.",
+            "missing_input: questions_per_task, questions_per_context, plans",
         ),
-        (("seed = 5", "length = 5"), "the recipe recipe.toml has length and lengths; give one of them."),
-        (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'? Known: "),
+        (("seed = 5", "length = 5"), "conflict: recipe.toml"),
+        (("passkey", "paskey"), "invalid_value: 'paskey'; did you mean 'passkey'?"),
         (
             ('["passkey", "key_value"]', '"passkey"'),
-            "recipe.toml has tasks = 'passkey': it should be a valid list.",
+            "invalid_value: it should be a valid list",
         ),
-        (('["passkey", "key_value"]', "[]"), "a recipe needs tasks and lengths, or files, or both."),
-        (("[700]", "700"), "lengths = 700: it should be a valid list."),
-        (("[700]", "[-1]"), "lengths.0 = -1: it should be greater than or equal to 1."),
-        (("[64, 256]", "256"), "budgets = 256: it should be a valid list."),
-        (("[64, 256]", '["64"]'), "budgets.0 = '64': it should be a valid integer."),
-        (("[64, 256]", "[64, 32]"), "budget=32 leaves nothing to select"),
-        (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
-        (('"dense"', '"quest:budget={bugdet}"'), "budget='{bugdet}' must be a whole number"),
-        ((":sinks=4", ":sink=4"), "unknown key of quest 'sink'; did you mean 'sinks'?"),
+        (('["passkey", "key_value"]', "[]"), "invalid_value"),
+        (("[700]", "700"), "invalid_value: it should be a valid list"),
+        (("[700]", "[-1]"), "invalid_value: it should be greater than or equal to 1"),
+        (("[64, 256]", "256"), "invalid_value: it should be a valid list"),
+        (("[64, 256]", '["64"]'), "invalid_value: it should be a valid integer"),
+        (("[64, 256]", "[64, 32]"), "invalid_value: budget=32"),
+        (('"dense"', '"denes"'), "invalid_value: 'denes'; did you mean 'dense'?"),
+        (('"dense"', '"quest:budget={bugdet}"'), "invalid_value: budget='{bugdet}'"),
+        ((":sinks=4", ":sink=4"), "invalid_value: of quest 'sink'; did you mean 'sinks'?"),
         (
             ("questions_per_task = 2", "questions_per_task = 0"),
-            "questions_per_task = 0: it should be greater than",
+            "invalid_value: it should be greater than or equal to 1",
         ),
-        (("seed = 5", "seed = true"), "seed = True: it should be a valid integer."),
-        (("seed = 5", "setup = 'sparse_prefil'"), "unknown setup 'sparse_prefil'; did you mean 'sparse_prefill'?"),
-        (("seed = 5", "setup = 'sparse_prefill'"), "has no rule for prefill, which setup"),
-        (("references = false", "references = 1"), "references = 1: it should be a valid boolean."),
-        (("seed = 5", "model = 5"), "model = 5: it should be a valid string."),
-        (("seed = 5", "seed = "), "recipe.toml cannot be read: "),
-        (("seed = 5", "[[files]]\nkind = 'longbench'"), "recipe.toml is not complete; it lacks files.0.path."),
-        (("seed = 5", "files = 5"), "files = 5: it should be a valid list."),
-        (("seed = 5", "[[files]]\nkind = 'squad'\npath = '.'\nlimi = 2"), "'limi'; did you mean 'limit'?"),
-        (("seed = 5", "[[files]]\nkind = 'longbenc'\npath = '.'"), "did you mean 'longbench'?"),
-        (("seed = 5", "[[files]]\nkind = 'longbench'\npath = 'no'"), "names the file no, which does not exist."),
+        (("seed = 5", "seed = true"), "invalid_value: it should be a valid integer"),
+        (("seed = 5", "setup = 'sparse_prefil'"), "invalid_value: 'sparse_prefil'; did you mean 'sparse_prefill'?"),
+        (("seed = 5", "setup = 'sparse_prefill'"), "invalid_value"),
+        (("references = false", "references = 1"), "invalid_value: it should be a valid boolean"),
+        (("seed = 5", "model = 5"), "invalid_value: it should be a valid string"),
+        (("seed = 5", "seed = "), "unreadable_file: recipe.toml"),
+        (("seed = 5", "[[files]]\nkind = 'longbench'"), "missing_input: files.0.path"),
+        (("seed = 5", "files = 5"), "invalid_value: it should be a valid list"),
+        (
+            ("seed = 5", "[[files]]\nkind = 'squad'\npath = '.'\nlimi = 2"),
+            "unknown_name: did you mean 'limit'?",
+        ),
+        (("seed = 5", "[[files]]\nkind = 'longbenc'\npath = '.'"), "invalid_value: did you mean 'longbench'?"),
+        (("seed = 5", "[[files]]\nkind = 'longbench'\npath = 'no'"), "invalid_value"),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: tuple[str, str], says: str) -> None:
-    with pytest.raises(InputError, match=re.escape(says)):
+    with refused(says):
         recipe_of(tmp_path, change)
 
 
@@ -106,18 +108,18 @@ def test_budgets_that_stand_in_every_plan_need_not_be_given_again(tmp_path: Path
     assert recipe.rows == rest, "rows and names as with {budget}"
     assert document_of(recipe)["budgets"] == [64, 256]
     lacking = (templates, '"dense", "quest"')
-    with pytest.raises(InputError, match="the recipe has no budgets, and the plan quest has not one of its own"):
+    with refused("invalid_value: quest"):
         recipe_of(tmp_path, lacking, ("budgets = [64, 256]", ""))
 
 
 def test_a_plan_that_selects_in_prefill_is_not_set_up_with_a_dense_prompt(tmp_path: Path) -> None:
     prefill = ('"streaming_llm:budget={budget}"', '"prefill=quoka:budget={budget}:window=16"')
-    with pytest.raises(InputError, match=r'but setup = "whole_prompt" prefills densely. Leave out its prefill rule'):
+    with refused("invalid_value"):
         recipe_of(tmp_path, prefill, ("seed", "setup='whole_prompt'\nseed"))
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"the recipe .*no\.toml cannot be read: "):
+    with refused("unreadable_file"):
         EvalRecipe.load(tmp_path / "no.toml")
 
 

@@ -20,8 +20,8 @@ from kvsift_lab.eval.results import ResultsDirectory, document_of, load_result, 
 from kvsift_lab.eval.summary import tables_of
 from kvsift_lab.stored import SampleFile, compressed, read_json, whole_lines
 from lab.eval.samples import recipe_of, recipe_text, sample
+from refusals import refused
 
-from kvsift import InputError
 from kvsift.atomic_files import write_atomically
 
 
@@ -87,7 +87,7 @@ def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: EvalRec
     first.close()
     with (tmp_path / "out" / "samples.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"line 2 of .*samples\.jsonl is not a sample"):
+    with refused("damaged_file"):
         opened(tmp_path, recipe)
 
 
@@ -98,7 +98,7 @@ def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: E
     first.close()
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     changed = recipe_of(tmp_path, ("[64, 256]", "[64, 128]"), ("seed = 5", "seed = 6"))
-    with pytest.raises(InputError, match=r"budgets is \[64, 128\] now and was \[64, 256\]; seed is 6 now and was 5"):
+    with refused("other_model"):
         opened(tmp_path, changed)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
@@ -127,7 +127,7 @@ def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
     second.write_summary({})
     second.close()
     opened(tmp_path, larger).close()
-    with pytest.raises(InputError, match="holds results of another recipe"):
+    with refused("other_model"):
         opened(tmp_path, recipe)
 
 
@@ -136,7 +136,7 @@ def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_pat
     first.write_summary({})
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     grown = ("[64, 256]", "[64, 128, 256]")
-    with pytest.raises(InputError, match="another process is writing"):
+    with refused("unavailable"):
         ResultsDirectory(tmp_path / "out", recipe_of(tmp_path, grown), recipe_text(grown))
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     first.close()
@@ -150,7 +150,7 @@ def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> 
     first.write_summary({})
     first.close()
     instead = ('"dense", ', '"dense", "random:budget={budget}:window=16:page_size=8", ')
-    with pytest.raises(InputError, match=r"rows are lost, decode=random:budget=256\S* among them"):
+    with refused("other_model: decode=random:budget=256:sinks=4:dense_layers=none:window=16"):
         opened(tmp_path, recipe_of(tmp_path, referred, instead))
 
 
@@ -169,13 +169,13 @@ def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
     first.write_summary({})
     first.close()
     data.write_text("{}\n{}\n")
-    with pytest.raises(InputError, match="digests is"):
+    with refused("other_model: digests is"):
         opened(tmp_path, recipe_of(tmp_path, files))
 
 
 def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
-    with pytest.raises(InputError, match="another process is writing to"):
+    with refused("unavailable"):
         opened(tmp_path, recipe)
     first.close()
     opened(tmp_path, recipe).close()
@@ -184,7 +184,7 @@ def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: EvalRecipe) 
 def test_someone_elses_samples_are_left_alone(tmp_path: Path, recipe: EvalRecipe) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "samples.jsonl").write_text("mine")
-    with pytest.raises(InputError, match=r"holds samples\.jsonl but no summary\.json"):
+    with refused("wrong_file: samples.jsonl"):
         opened(tmp_path, recipe)
     assert (tmp_path / "out" / "samples.jsonl").read_text() == "mine"
 
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: Ev
     size = (tmp_path / "out" / "samples.jsonl").stat().st_size
     with (
         file_size_limit(size + 100),
-        pytest.raises(InputError, match=r"the disk is full\. The 3 samples so far are safe"),
+        refused("unwritable_file: the disk is full"),
     ):
         results.append(sample(question=3))
     assert len(lines_of(tmp_path)) == 3
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: Ev
 def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe: EvalRecipe) -> None:
     results = opened(tmp_path, recipe)
     results.write_summary({"cells": []})
-    with file_size_limit(1000), pytest.raises(InputError, match="the disk is full"):
+    with file_size_limit(1000), refused("unwritable_file: the disk is full"):
         results.write_summary({"cells": ["x" * 5000]})
     results.close()
     assert read_summary(tmp_path / "out")["cells"] == []
@@ -230,7 +230,7 @@ def test_a_write_that_fails_half_way_is_taken_back(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", half)
-        with pytest.raises(InputError, match="the disk is full"):
+        with refused("unwritable_file: the disk is full"):
             results.append(sample(question=1))
     assert len(lines_of(tmp_path)) == 1
     results.close()
@@ -407,9 +407,9 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, recipe: EvalRecipe) -> N
     whole_result(tmp_path / "out", recipe).close()
     samples = tmp_path / "out" / "samples.jsonl.xz"
     samples.write_bytes(samples.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"samples\.jsonl\.xz cannot be unpacked"):
+    with refused("damaged_file: samples.jsonl.xz"):
         load_result(tmp_path / "out")
-    with pytest.raises(InputError, match=r"samples\.jsonl\.xz cannot be unpacked"):
+    with refused("damaged_file: samples.jsonl.xz"):
         ResultsDirectory(tmp_path / "out", recipe, recipe_text())
 
 
@@ -417,7 +417,7 @@ def test_a_disk_too_full_to_unpack_or_pack_keeps_what_is_there(tmp_path: Path, r
     whole_result(tmp_path / "out", recipe).close()
     before = contents(tmp_path / "out")
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
-    with file_size_limit(300), pytest.raises(InputError, match=r"the disk is full\. The 2 samples so far are safe"):
+    with file_size_limit(300), refused("unwritable_file: the disk is full"):
         again.append(sample(question=2))
     again.close()
     assert contents(tmp_path / "out") == before
@@ -450,5 +450,5 @@ def test_a_python_without_lzma_says_how_to_unpack(tmp_path: Path, monkeypatch: p
     path.write_bytes(text_of(OLD))
     compress(path)
     monkeypatch.setitem(sys.modules, "lzma", None)
-    with pytest.raises(InputError, match=r"this Python has no lzma\. Unpack it: xz -d .*samples\.jsonl\.xz"):
+    with refused("missing_package"):
         whole_lines(path)

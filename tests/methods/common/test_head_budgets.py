@@ -12,9 +12,9 @@ from contracts.harness import SHAPE, Runner, Tokens, assert_same_answer, draw_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.weighted import seen, softmax_over, weighted
+from refusals import refused
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods.common.dropped_tokens import DroppedTokens, as_they_are, select_remaining_shared
 from kvsift.methods.common.dropping import DroppingMethod
 from kvsift.methods.h2o import H2O
@@ -302,7 +302,7 @@ def test_going_back_behind_what_heads_dropped_is_as_if_nothing_had_been(spec: st
 
 @pytest.mark.parametrize("spec", ["h2o", "snapkv"])
 def test_freeing_is_refused_as_it_would_save_nothing(spec: str) -> None:
-    with pytest.raises(InputError, match=r"equally many tokens for every KV head.*Leave one of them out"):
+    with refused("unsupported_plan: head_budgets='adaptive'"):
         parse_plan(f"{spec}:evict=true:head_budgets=adaptive")
     assert parse_plan(f"{spec}:evict=true:head_budgets=equal").decode is not None
 
@@ -310,5 +310,5 @@ def test_freeing_is_refused_as_it_would_save_nothing(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["tova", "keydiff", "keydiff:evict=true"])
 def test_heads_that_have_nothing_to_compare_are_refused(spec: str) -> None:
     """TOVA's keep the same tokens, and KeyDiff's worth is no share of attention."""
-    with pytest.raises(InputError, match="head_budgets='adaptive' does not apply; leave it out"):
+    with refused("unsupported_plan: head_budgets='adaptive' does not apply; leave it out"):
         parse_plan(f"decode={spec}:head_budgets=adaptive")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models.tiny import SPARSE, greedy, logits, prompt, ragged, tiny
+from refusals import refused
 from torch import Tensor
 
 import kvsift
-from kvsift import InputError
 from kvsift.models.hf.sparse import SparseCache
 
 GUARDED = f"{SPARSE}:min_recovery=0.75"  # 48 tokens of 150 recover about half
@@ -131,7 +131,7 @@ def test_another_plan_begins_anew() -> None:
     cache.replan(GUARDED.replace("budget=48", "budget=64"))
     stepped(model, cache, tokens)
     assert told(cache.run.report())[0][:2] == ("budget=64", "budget=128")
-    with pytest.raises(InputError, match="probe_every=0 takes none"):
+    with refused("unsupported_plan: probe_every=0 takes none"):
         kvsift.make_cache(model, SPARSE, probe_every=0).replan(GUARDED)
 
 
@@ -158,10 +158,10 @@ def test_beams_widen_as_their_rows_do() -> None:
 def test_what_a_guard_cannot_follow_is_refused() -> None:
     model = tiny()
     for make in (kvsift.make_cache, lambda *given, **options: kvsift.sparse(*given, **options).__enter__()):
-        with pytest.raises(InputError, match="probe_every=0 takes none"):
+        with refused("unsupported_plan: probe_every=0 takes none"):
             make(model, GUARDED, probe_every=0)
     with (
         kvsift.sparse(model, GUARDED),
-        pytest.raises(InputError, match=r"min_recovery decides .* Leave out the drafts"),
+        refused("unsupported_call"),
     ):
         greedy(model, prompt().repeat(1, 2), prompt_lookup_num_tokens=3)

@@ -17,7 +17,7 @@ from kvsift.engine.follow import follow
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.transcript import TextOutput, Transcript
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue, MissingInput, TooShort, UnsupportedPlan, UnusedOption
 from kvsift.models.hf.sparse import PlanSpec
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -59,12 +59,14 @@ class ExplainOptions:
 
     def __post_init__(self) -> None:
         if self.passage_tokens < 1:
-            raise InputError(f"passage_tokens={self.passage_tokens} must be 1 or more.")
+            raise InvalidValue(f"passage_tokens={self.passage_tokens} must be 1 or more.")
         if not self.candidates:
-            raise InputError("tokens is empty: name at least one token of the answer, or leave it out to explain all.")
+            raise InvalidValue(
+                "tokens is empty: name at least one token of the answer, or leave it out to explain all."
+            )
         for token in self.candidates:
             if not 0 <= token < self.max_new_tokens:
-                raise InputError(
+                raise InvalidValue(
                     f"token={token} is not among the tokens that may be generated: 0 to {self.max_new_tokens - 1}. "
                     "Raise max_new_tokens (--max-new-tokens) for a later one."
                 )
@@ -83,7 +85,7 @@ class ExplainOptions:
         tokens = self.candidates if self.tokens is not None else self.candidates[: len(answer)]
         if missing := [token for token in tokens if token >= len(answer)] or (not answer and [0]):
             pieces = ", ".join(f"{index} {piece!r}" for index, piece in enumerate(answer)) or "none"
-            raise InputError(f"the answer has no token {missing[0]}; its tokens are: {pieces}.")
+            raise InvalidValue(f"the answer has no token {missing[0]}; its tokens are: {pieces}.")
         return tokens
 
 
@@ -166,7 +168,7 @@ def equal_budget(plan: Plan, tokens: int | None) -> Budget:
     if tokens is not None:
         return replace(own, tokens=tokens, ratio=None, mass=None)
     if own.mass is not None:
-        raise InputError(f"{plan} has a budget of attention mass, not of tokens; say with budget how many tokens the "
+        raise MissingInput(f"{plan} has a budget of attention mass, not of tokens; say with budget how many tokens the "
                          "methods may select.")  # fmt: skip
     return own
 
@@ -176,10 +178,12 @@ def _rules(budget: Budget, methods: abc.Sequence[str]) -> dict[str, Rule]:
     for spec in [ORACLE, *methods]:
         keys = [key for pair in spec.split(":")[1:] if (key := pair.partition("=")[0].strip()) in BUDGET_KEYS]
         if keys:
-            raise InputError(f"{spec}: all methods get the same budget; leave out {', '.join(keys)}.")
+            raise UnusedOption(f"{spec}: all methods get the same budget; leave out {', '.join(keys)}.")
         rule = parse_plan(spec).decode
         if rule is None:
-            raise InputError(f"{spec} does not select in decode, which is the phase that is explained; leave it out.")
+            raise UnsupportedPlan(
+                f"{spec} does not select in decode, which is the phase that is explained; leave it out."
+            )
         own = budget if rule.method.traits.selects else replace(budget, window=Budget().window)
         rules[spec] = Rule(rule.method, own)
     return rules
@@ -187,7 +191,7 @@ def _rules(budget: Budget, methods: abc.Sequence[str]) -> dict[str, Rule]:
 
 def _check_budget(budget: Budget, length: int) -> None:
     if budget.units(length - 1, 1) >= budget.candidates(length - 1, 1).count:
-        raise InputError(
+        raise TooShort(
             f"the prompt has {length} tokens and all of them fit the budget, so there is nothing to select. Give a "
             "longer context or a smaller budget."
         )

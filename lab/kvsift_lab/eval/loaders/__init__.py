@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InvalidValue, MissingFile, WrongFile, unknown
 from kvsift.texts.sample import Encode, Question, Sample
 from kvsift_lab.eval.loaders import documents, infinitebench, longbench, ruler
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
@@ -78,12 +78,12 @@ def load_file(
         raise unknown("kind of file", kind, LOADERS)
     for name, number in (("limit", limit), ("max_tokens", max_tokens), ("targets", targets)):
         if number is not None and number < 1:
-            raise InputError(f"{name}={number}: give a number above 0, or leave it out.")
+            raise InvalidValue(f"{name}={number}: give a number above 0, or leave it out.")
     path = Path(path).expanduser()
     if not path.exists():
-        raise InputError(f"there is no {path}.")
+        raise MissingFile(f"there is no {path}.")
     fitting = ContextFitter(encode, max_tokens, tuple(prefix), targets)
     samples = list(islice(LOADERS[kind](path, fitting), limit))
     if not samples:
-        raise InputError(f"{path} has no samples.")
+        raise WrongFile(f"{path} has no samples.")
     return samples

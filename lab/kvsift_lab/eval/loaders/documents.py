@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import TooShort, UnreadableFile, WrongFile
 from kvsift.texts.sample import Sample, SampleRequest
 from kvsift_lab.eval.loaders.reading import ContextFitter
 from kvsift_lab.eval.tasks.perplexity import continued
@@ -56,7 +56,7 @@ def _others(rng: random.Random, item: QuestionItem, documents: Sequence[str]) ->
     close = rng.sample(item.distractors, len(item.distractors))
     rest = [document for document in documents if document not in (*item.documents, *item.distractors)]
     if not close and not rest:
-        raise InputError("the file has only the documents of one question; distractors are needed.")
+        raise WrongFile("the file has only the documents of one question; distractors are needed.")
     while True:
         yield from close
         yield from rng.sample(rest, len(rest))
@@ -83,9 +83,9 @@ def _parsed(path: Path, items: Callable[[Any], Iterator[QuestionItem]]) -> list[
     try:
         return list(items(json.loads(path.read_text(encoding="utf-8-sig"))))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}.") from None
+        raise UnreadableFile(f"{path} cannot be read as JSON: {error}.") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not in the published format: {type(error).__name__} at {error}.") from None
+        raise WrongFile(f"{path} is not in the published format: {type(error).__name__} at {error}.") from None
 
 
 _SPARE = 8  # cutting a line may change the number of tokens
@@ -101,14 +101,14 @@ def _book_sample(book: Path, fitting: ContextFitter) -> Sample:
     try:
         lines = book.read_text(encoding="utf-8-sig").lstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{book} cannot be read as UTF-8 text: {error}.") from None
+        raise UnreadableFile(f"{book} cannot be read as UTF-8 text: {error}.") from None
     targets, notes = fitting.targets, tuple[str, ...]()
     length = fitting.length - targets
     available = _num_tokens(lines, fitting, fitting.length + _SPARE) - _SPARE - targets
     if available < length:
         length, notes = available, (f"the book has about {available + targets} tokens only",)
     if length <= len(fitting.prefix):
-        raise InputError(f"{book} or max_tokens is too short: {targets} tokens are predicted, others come before them.")
+        raise TooShort(f"{book} or max_tokens is too short: {targets} tokens are predicted, others come before them.")
     request = SampleRequest(random.Random(0), length, 1, fitting.encode, fitting.prefix)
     return replace(continued("texts", request, _pieces(lines), targets), notes=notes)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import UnreadableFile, WrongFile, unknown
 from kvsift.texts.sample import Sample
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, QuestionFormat, read_lines
 
@@ -58,10 +58,10 @@ def _prompts(path: Path) -> dict[str, str]:
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}.") from None
+        raise UnreadableFile(f"{path} cannot be read as JSON: {error}.") from None
     good = isinstance(prompts, dict) and all(isinstance(text, str) and "{context}" in text for text in prompts.values())
     if not good:
-        raise InputError(f"{path} must be an object of prompts, each with {{context}} in it.")
+        raise WrongFile(f"{path} must be an object of prompts, each with {{context}} in it.")
     return dict(prompts)
 
 

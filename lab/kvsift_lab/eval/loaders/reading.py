@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, InvalidValue, WrongFile
 from kvsift.texts.sample import Encode, Question, Sample
 from kvsift_lab.eval.tasks.assembly import largest_that_fits
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
@@ -27,7 +27,7 @@ class JsonLine:
     values: dict[str, Any]
 
     def error(self, what: str) -> InputError:
-        return InputError(f"{self.path}:{self.number}: {what}")
+        return WrongFile(f"{self.path}:{self.number}: {what}")
 
     def text(self, key: str) -> str:
         """Return a field that must be text."""
@@ -56,7 +56,7 @@ def read_lines(path: Path) -> Iterator[JsonLine]:
         InputError: for a line that is not UTF-8, not JSON or not an object.
     """
     if path.is_dir():
-        raise InputError(f"{path} is a directory; give one of its files.")
+        raise WrongFile(f"{path} is a directory; give one of its files.")
     with path.open("rb") as file:  # only a newline ends a line; text mode has other ends
         for number, raw in enumerate(file, 1):
             if not raw.strip():
@@ -64,9 +64,9 @@ def read_lines(path: Path) -> Iterator[JsonLine]:
             try:
                 values = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-                raise InputError(f"{path}:{number}: a JSON object per line is expected: {error}.") from None
+                raise WrongFile(f"{path}:{number}: a JSON object per line is expected: {error}.") from None
             if not isinstance(values, dict):
-                raise InputError(f"{path}:{number}: a JSON object is expected, not {_short(values)}.")
+                raise WrongFile(f"{path}:{number}: a JSON object is expected, not {_short(values)}.")
             yield JsonLine(path, number, values)
 
 
@@ -144,7 +144,9 @@ class ContextFitter:
         half = self.max_tokens // 2
         first, last = half - len(self.prefix), half - num_tail
         if first < 1 or last < 1:
-            raise InputError(f"max_tokens={self.max_tokens}: half of it must exceed the question's {num_tail} tokens.")
+            raise InvalidValue(
+                f"max_tokens={self.max_tokens}: half of it must exceed the question's {num_tail} tokens."
+            )
         head, tail = leading(context, first, self.encode), trailing(context, last, self.encode)
         cut = (*self.prefix, *self.encode(head), *self.encode(tail))
         note = f"the middle of the context was left out: {len(cut) + num_tail} of {whole} prompt tokens remain"

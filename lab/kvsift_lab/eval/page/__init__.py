@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from kvsift.errors import InputError
+from kvsift.errors import WrongFile
 from kvsift_lab.eval.page import costs, maps, pareto, scores
 from kvsift_lab.eval.page.means import PlanMean, headline, means_of, short_names
 from kvsift_lab.eval.page.parts import Fold, Parts, Table, rendered, text_cell
@@ -29,7 +29,7 @@ def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
     reports = []
     for number, (name, result) in enumerate(results):
         if "cells" not in result:
-            raise InputError(f"{name} has no scores, only recall. kvsift report draws results of kvsift eval.")
+            raise WrongFile(f"{name} has no scores, only recall. kvsift report draws results of kvsift eval.")
         result, shared = short_names(result)
         means = means_of(result)
         sections = [(title, render(result, means)) for title, render in SECTIONS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift.texts.layout import Layout, cut_tail
 from kvsift.texts.sample import Encode, SampleRequest
 
@@ -22,7 +22,7 @@ class Assembly:
         self._ids = [*request.prefix, *request.encode(intro)]
         self._tail_start = len(request.prefix)
         if self.room <= 0:
-            raise InputError(f"its introduction alone takes {len(self._ids)} tokens; ask for a longer context.")
+            raise TooShort(f"its introduction alone takes {len(self._ids)} tokens; ask for a longer context.")
 
     @property
     def room(self) -> int:
@@ -66,9 +66,7 @@ def largest_that_fits(size: Callable[[int], int], room: int, least: int) -> int:
     """
     low, low_size = least, size(least)
     if low_size > room:
-        raise InputError(
-            f"it needs {low_size} tokens beside its introduction and has {room}; ask for a longer context."
-        )
+        raise TooShort(f"it needs {low_size} tokens beside its introduction and has {room}; ask for a longer context.")
     high, high_size = low + 1, size(low + 1)
     while high_size <= room:  # slightly beyond a linear extrapolation
         slope = max(1, high_size - low_size) / (high - low)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift.texts.layout import cut_tail, lay_out
 from kvsift.texts.prose import prose
 from kvsift.texts.sample import Draft, Sample, SampleRequest, Task
@@ -41,7 +41,7 @@ def continued(task: str, request: SampleRequest, pieces: Iterator[str], count: i
                 return Sample(task, context, tuple(ids), (), tuple(targets[:count]))
     except StopIteration:  # the text ended inside the context
         pass
-    raise InputError(f"the text has less than {request.length + count} tokens; ask for a shorter context.")
+    raise TooShort(f"the text has less than {request.length + count} tokens; ask for a shorter context.")
 
 
 _ABOUT = f"how well {NUM_TARGETS} tokens that follow the context are predicted"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvsift.errors import InputError
+from kvsift.errors import TooShort
 from kvsift.texts.facts import facts
 from kvsift.texts.sample import Sample, SampleRequest, Style, Task
 from kvsift.texts.values import value
@@ -63,7 +63,7 @@ def write_sample(
     order = rng.sample(range(len(documents)), len(documents))
     sizes = [len(request.encode(_numbered(_MANY, documents[i]))) for i in order]
     if sum(sizes) > assembly.room:
-        raise InputError(
+        raise TooShort(
             f"{len(documents)} documents of {sum(sizes)} tokens have {assembly.room}; ask for a longer context."
         )
     targets = sorted(rng.random() for _ in order)

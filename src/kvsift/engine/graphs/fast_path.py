@@ -12,7 +12,7 @@ import torch
 from kvsift.engine.graphs.crossover import measure_crossover
 from kvsift.engine.graphs.session import OpenCache, Session, fixed_slots
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.errors import InputError, unknown
+from kvsift.errors import UnsupportedPlan, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
@@ -112,7 +112,9 @@ class FastPath:
         _, against = verdict(case, {"captured": self.objections, "composed": ()})
         for why in against:
             if self._path == "captured":
-                raise InputError(f"decoding cannot be captured: {why}. Leave out path='captured', or change the plan.")
+                raise UnsupportedPlan(
+                    f"decoding cannot be captured: {why}. Leave out path='captured', or change the plan."
+                )
             if self.enabled and why not in self._logged:
                 self._logged.add(why)
                 log.warning("decode steps are composed, not captured: %s", why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
-from kvsift.errors import InputError
+from kvsift.errors import Conflict, UnsupportedPlan
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.plan.capabilities import ONLY_DRAFTS, PlanCase, check, reason
 from kvsift.plan.plan import Plan
@@ -56,7 +56,7 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
     case = PlanCase(plan, runner.place, runner.device.type == "cuda", runner=runner)
     steps = EXACT_STEPS if runner.fast_path.enabled else ()
     if why := reason(case, EXACT_PLANS, EXACT_PLACES, steps):
-        raise InputError(f"exact=True: {why}")
+        raise UnsupportedPlan(f"exact=True: {why}")
 
 
 def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
@@ -64,7 +64,7 @@ def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
     if not request.exact:
         return None
     if request.logprobs is not None and runner.fast_path.enabled:
-        raise InputError("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
+        raise Conflict("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
     plan = request.plan
     learns = plan.decode is not None and plan.decode.method.traits.drafts_only
     pace = runner.paces.begin(str(plan), len(request.ids))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsift.atomic_files import write_atomically
-from kvsift.errors import InputError
+from kvsift.errors import DamagedFile, InputError, MissingFile, OtherModel, UnreadableFile, WrongFile
 from kvsift.methods.base import Method
 from kvsift.methods.common.calibration import is_of
 from kvsift.types import KVReader, LayerShape, Origin
@@ -114,7 +114,7 @@ class AnchoredMethod(Method):
         if self.anchors is not None:
             lacking = set(read("anchors", self.anchors).layers) - set(layers)
             if lacking:
-                raise InputError(
+                raise OtherModel(
                     f"{self.anchors} is for a model with layers {_listed(lacking)}, which kvsift does not attend in "
                     f"this one. {AGAIN}"
                 )
@@ -131,16 +131,16 @@ def reuse_in(path: str, shape: LayerShape) -> Reuse | None:
     """
     found = read("anchors", path)
     if shape.origin is not None and not is_of(shape.origin, found.model[0], torch.tensor(found.model[1])):
-        raise InputError(f"{path} is for another model ({found.model[0]}); this one is {shape.origin.name}. "
+        raise OtherModel(f"{path} is for another model ({found.model[0]}); this one is {shape.origin.name}. "
                          f"{AGAIN}")  # fmt: skip
     if shape.peers and found.layers != sorted(shape.peers):
-        raise InputError(
+        raise OtherModel(
             f"{path} is for a model whose layers {_listed(found.layers)} are attended by kvsift; in this one they are "
             f"{_listed(shape.peers)}. {AGAIN}"
         )
     reuse = found.reuse.get(shape.layer)
     if reuse is not None and len(reuse.heads) != shape.num_kv_heads:
-        raise InputError(
+        raise OtherModel(
             f"{path} maps {len(reuse.heads)} KV heads in layer {shape.layer}, which has {shape.num_kv_heads} here. "
             f"{AGAIN}"
         )
@@ -161,14 +161,14 @@ def read(knob: str, path: object) -> AnchorMap:
         InputError: if there is no such file, or it is of another kind, or contradicts itself.
     """
     if not isinstance(path, str) or not path:
-        raise InputError(f"{knob}={path!r} must be the name of a file that kvsift calibrate --layers has written.")
+        raise MissingFile(f"{knob}={path!r} must be the name of a file that kvsift calibrate --layers has written.")
     try:
         stat = Path(path).stat()
         return _parsed(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{knob}={path!r} cannot be read as an anchor file ({error}). {AGAIN}") from None
+        raise UnreadableFile(f"{knob}={path!r} cannot be read as an anchor file ({error}). {AGAIN}") from None
 
 
 def write(path: Path, found: AnchorMap) -> None:
@@ -196,13 +196,13 @@ def contents(path: str | Path) -> Any:
 def _parsed(path: str, mtime_ns: int, num_bytes: int) -> AnchorMap:
     document = contents(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InputError(f"anchors={path!r} is JSON, but not an anchor file of this kvsift. {AGAIN}")
+        raise WrongFile(f"anchors={path!r} is JSON, but not an anchor file of this kvsift. {AGAIN}")
     try:
         found = _of_document(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {type(error).__name__} {error}. {AGAIN}") from None
+        raise DamagedFile(f"{path} is damaged: {type(error).__name__} {error}. {AGAIN}") from None
     if fault := _fault(found):
-        raise InputError(f"{path} is damaged: {fault}. {AGAIN}")
+        raise DamagedFile(f"{path} is damaged: {fault}. {AGAIN}")
     return found
 
 

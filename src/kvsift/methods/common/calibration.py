@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import MissingFile, OtherModel, UnreadableFile, WrongFile
 from kvsift.types import LayerShape, Origin
 
 FORMAT = "kvsift calibration 1"
@@ -60,7 +60,7 @@ def check(knob: str, path: object) -> None:
         InputError: if there is no such file, or it is of another kind.
     """
     if not isinstance(path, str) or not path:
-        raise InputError(f"{knob}={path!r} must be the name of a file that kvsift calibrate has written.")
+        raise MissingFile(f"{knob}={path!r} must be the name of a file that kvsift calibrate has written.")
     _about(knob, path)
 
 
@@ -75,15 +75,15 @@ def directions(path: str, kind: str, shape: LayerShape) -> Tensor:
     about, tensors = _contents(path, stat.st_mtime_ns, stat.st_size)
     again = f"Write one with kvsift calibrate --model DIRECTORY --out {path}."
     if shape.origin is not None and not is_of(shape.origin, about["model"], tensors[SAMPLE]):
-        raise InputError(
+        raise OtherModel(
             f"{path} was calibrated on another model ({about['model']}); this one is {shape.origin.name}. {again}"
         )
     columns = tensors.get(f"{kind}.{shape.layer}")
     if columns is None:
         kinds = sorted({name.partition(".")[0] for name in tensors} - {"model"})
-        raise InputError(f"{path} has no {kind.replace('_', ' ')} of layer {shape.layer}; it holds {kinds}. {again}")
+        raise OtherModel(f"{path} has no {kind.replace('_', ' ')} of layer {shape.layer}; it holds {kinds}. {again}")
     if columns.shape != (shape.num_kv_heads, shape.head_dim, shape.head_dim):
-        raise InputError(
+        raise OtherModel(
             f"{path} is of layers with {columns.shape[0]} KV heads of {columns.shape[1]} channels; layer {shape.layer} "
             f"here has {shape.num_kv_heads} of {shape.head_dim}. {again}"
         )
@@ -102,12 +102,12 @@ def _about(knob: str, path: str) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise InputError(
+        raise UnreadableFile(
             f"{knob}={path!r} cannot be read as a calibration file ({error}). Write one with kvsift calibrate --out "
             f"{path}."
         ) from None
     if about.get("format") != FORMAT:
-        raise InputError(f"{knob}={path!r} is a safetensors file, but not one that this kvsift calibrate has written.")
+        raise WrongFile(f"{knob}={path!r} is a safetensors file, but not one that this kvsift calibrate has written.")
     return about
 
 

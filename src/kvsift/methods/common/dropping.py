@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidMethod
 from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.common.dropped_tokens import DroppedTokens, select_remaining, select_remaining_shared
@@ -117,7 +117,7 @@ class DroppingMethod(Method):
         ``left`` int64 [num_rows, count], ascending, are the remaining tokens before ``start``. If ``state.drops`` are
         ragged they follow pads, whose worth is ignored.
         """
-        raise InputError(f"{type(self).__name__} does not define rank")
+        raise InvalidMethod(f"{type(self).__name__} does not define rank")
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,

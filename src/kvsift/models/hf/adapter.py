@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
-from kvsift.errors import InputError
-from kvsift.models.hf.attention import NAME, UnsupportedModel, attention_forward, mask_forward
+from kvsift.errors import Unavailable, UnsupportedCall, UnsupportedModel
+from kvsift.models.hf.attention import NAME, attention_forward, mask_forward
 from kvsift.models.hf.cache import SparseBlock, SparseCache, take_layers
 from kvsift.models.hf.calls import WATCHED, Calls, Watched
 from kvsift.models.hf.foresight import Foresight
@@ -123,7 +123,7 @@ class Adapter:
         with ATTACHING:  # or the block of another thread could end in between
             adapter = cls.attach(model)
             if adapter._block is not None:
-                raise InputError(
+                raise Unavailable(
                     "this model already runs under kvsift.sparse, here or in another thread. Leave that block before "
                     "entering another; threads that share a model share one block around all of them."
                 )
@@ -191,10 +191,10 @@ class Adapter:
             return
         implementation, where = self._option("cache_implementation", kwargs)
         if implementation not in (None, "dynamic", "hybrid"):  # generate() itself makes a dynamic one of a hybrid one
-            raise InputError(f"cache_implementation={implementation!r} cannot hold kvsift's pages; {where}.")
+            raise UnsupportedCall(f"cache_implementation={implementation!r} cannot hold kvsift's pages; {where}.")
         use_cache, where = self._option("use_cache", kwargs)
         if use_cache is False:
-            raise InputError(
+            raise UnsupportedCall(
                 "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
                 f"whole sequence; {where}."
             )
@@ -263,9 +263,9 @@ class Adapter:
             return cache
         if type(cache) is not DynamicCache or cache.offloading:
             kind = f"{type(cache).__name__}{' with offloading' if cache.offloading else ''}"
-            raise InputError(f"a {kind} cannot hold kvsift's pages; pass a plain DynamicCache, or no cache.")
+            raise UnsupportedCall(f"a {kind} cannot hold kvsift's pages; pass a plain DynamicCache, or no cache.")
         if cache.get_seq_length() > 0:
-            raise InputError(
+            raise UnsupportedCall(
                 "this cache was filled without kvsift. Start with an empty one, or with kvsift.make_cache(model, plan)."
             )
         run = block.open()

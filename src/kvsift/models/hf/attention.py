@@ -15,16 +15,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall, UnsupportedModel
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.types import LayerShape, Origin, Rope
 
 NAME = "kvsift"  # of the attention implementation
-
-
-class UnsupportedModel(InputError, AttributeError):
-    """A model whose attention kvsift cannot replace, with the reason."""
 
 
 class AttendingLayer(CacheLayerMixin):
@@ -83,7 +79,7 @@ class AttendingLayer(CacheLayerMixin):
 def check_gradients(tensor: Tensor) -> None:
     """Refuse a tensor through which gradients would flow (``InputError``)."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        raise InputError(
+        raise UnsupportedCall(
             "kvsift supports inference only: call the model under torch.inference_mode() or torch.no_grad()."
         )
 
@@ -135,7 +131,7 @@ def mask_forward(
             "kvsift supports causal attention only."
         )
     if mask_function is not causal_mask_function:
-        raise InputError(
+        raise UnsupportedCall(
             "this input needs attention that is not plainly causal (bidirectional over images, or packed sequences); "
             "kvsift supports causal attention only. Pass one sequence per row, text only."
         )

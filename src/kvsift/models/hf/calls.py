@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall
 
 WATCHED = "generate", "_prefill"
 CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
@@ -72,7 +72,7 @@ def _check_prompt(
         if (getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]) != length:
             return  # new tokens alone
     if length <= past:
-        raise InputError(
+        raise UnsupportedCall(
             f"the cache holds {past} tokens and the prompt has {length}. Give the whole conversation, which begins "
             "with what is cached, or an empty cache: cache.reset()."
         )
@@ -90,7 +90,7 @@ def _is_chunked(
     version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     is_chunked = bool(generation_config.prefill_chunk_size)
     if is_chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
-        raise InputError(
+        raise UnsupportedCall(
             f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
             "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedModel
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.types import LayerShape
@@ -34,7 +34,7 @@ def _numbers(index: int, layer: Any) -> dict[str, Any]:
         return {name: getattr(layer.attention.shape, name) for name in NUMBERS}
     if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
         return {"cumulative_length": layer.cumulative_length}
-    raise InputError(
+    raise UnsupportedModel(
         f"layer {index} of this model is a {type(layer).__name__}, whose state cannot be saved. Documents of models "
         "whose layers have full or sliding-window attention can be."
     )

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvsift.models.hf.attention import AttendingLayer, UnsupportedModel
+from kvsift.errors import UnsupportedModel
+from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.types import LayerShape
 

@@ -28,7 +28,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 
 FILE = "generation_config.json"
 # fields, and values besides None that ask for nothing
@@ -85,12 +85,12 @@ class GenerationSettings:
         self.applied, self.ignored = _named(config, APPLIED), _named(config, IGNORED)
         stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
         if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
-            raise InputError(f"{FILE} of the model has stop_strings={stops!r:.80}, and they are a list of texts.")
+            raise InvalidValue(f"{FILE} of the model has stop_strings={stops!r:.80}, and they are a list of texts.")
         self.stops = tuple(filter(None, stops))
         try:
             self.processors(1, 1, torch.device("cpu"))
         except (TypeError, ValueError) as error:
-            raise InputError(f"{FILE} of the model cannot be applied ({self.applied}): {error}") from error
+            raise InvalidValue(f"{FILE} of the model cannot be applied ({self.applied}): {error}") from error
 
     def processors(self, prompt_length: int, max_new_tokens: int, device: torch.device) -> LogitsProcessorList:
         """The processors of one answer, as ``generate()`` makes them."""

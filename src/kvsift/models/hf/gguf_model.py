@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import DamagedFile, UnsupportedModel, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
 from kvsift.models.hf.gguf_codes import packed_matrix
 from kvsift.native.packed import PackedMatrix
@@ -64,7 +64,9 @@ class _Settings:
             return default
         value = self._file.settings.get(f"{self.architecture}.{name}", "nothing")
         if type(value) is not kind or (kind is not str and not 0 < value < 2**53):
-            raise InputError(f"{self._file.path} has {self.architecture}.{name}={value!r:.40}, which cannot be used.")
+            raise UnsupportedModel(
+                f"{self._file.path} has {self.architecture}.{name}={value!r:.40}, which cannot be used."
+            )
         return value
 
     def has(self, name: str) -> bool:
@@ -88,15 +90,15 @@ def config_of(file: GgufFile) -> Any:
     own = _Settings(file)
     model_type, name_of_class = ARCHITECTURES[own.architecture]
     if file.settings.get(f"{own.architecture}.expert_count"):
-        raise InputError(f"{file.path} has experts, which kvsift does not read from GGUF files.")
+        raise UnsupportedModel(f"{file.path} has experts, which kvsift does not read from GGUF files.")
     if "token_embd.weight" not in file.tensors:
-        raise InputError(f"{file.path} has no tensor token_embd.weight.")
+        raise DamagedFile(f"{file.path} has no tensor token_embd.weight.")
     heads, width = own.get("attention.head_count"), own.get("embedding_length")
     head_dim = own.get("attention.key_length", default=width // heads)
     if own.get("attention.value_length", default=head_dim) != head_dim:
-        raise InputError(f"{file.path} has keys and values of different sizes, which kvsift does not run.")
+        raise UnsupportedModel(f"{file.path} has keys and values of different sizes, which kvsift does not run.")
     if own.get("rope.dimension_count", default=head_dim) != head_dim:
-        raise InputError(f"{file.path} rotates a part of each head, which kvsift does not read from GGUF files.")
+        raise UnsupportedModel(f"{file.path} rotates a part of each head, which kvsift does not read from GGUF files.")
     fields = {
         "architectures": [name_of_class],
         "hidden_size": width,
@@ -197,7 +199,7 @@ def _require_shapes(file: GgufFile, fields: dict[str, Any]) -> None:
         stored = file.tensors[name].shape if name in file.tensors else None
         if stored != shape:
             what = "none" if stored is None else list(stored)
-            raise InputError(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
+            raise DamagedFile(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
 
 
 def _gemma(own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:
@@ -234,12 +236,14 @@ def _rope(file: GgufFile, own: _Settings, head_dim: int) -> dict[str, Any]:
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
-        raise InputError(f"{file.path} scales positions by {kind!r:.40}; none, linear and yarn can be read.")
+        raise UnsupportedModel(f"{file.path} scales positions by {kind!r:.40}; none, linear and yarn can be read.")
     rope |= {"rope_type": kind, "factor": own.get("rope.scaling.factor", float)}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = own.get("rope.scaling.original_context_length")
         if any(own.has(f"rope.scaling.{name}") for name in ("attn_factor", "yarn_log_multiplier")):
-            raise InputError(f"{file.path} scales attention in a way of its own with yarn, which kvsift cannot read.")
+            raise UnsupportedModel(
+                f"{file.path} scales attention in a way of its own with yarn, which kvsift cannot read."
+            )
     return rope
 
 
@@ -252,7 +256,7 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):
-        raise InputError(f"{file.path} divides the frequencies of positions otherwise than Llama 3 does.")
+        raise UnsupportedModel(f"{file.path} divides the frequencies of positions otherwise than Llama 3 does.")
     whole = float(round(factor)) if isclose(factor, round(factor), rel_tol=1e-5) else factor
     return {"rope_type": "llama3", "factor": whole, **LLAMA3_ROPE}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, UnsupportedCall
 from kvsift.models.hf.attention import NAME
 from kvsift.models.hf.calls import Calls
 from kvsift.models.hf.run import SparseRun
@@ -19,7 +19,7 @@ def check_call(config: Any, kwargs: dict[str, Any]) -> None:
     """
     in_use = config._attn_implementation
     if in_use != NAME:
-        raise InputError(
+        raise UnsupportedCall(
             f"the attention implementation of the model is now {in_use!r}; a cache of kvsift needs {NAME!r}. Call "
             "set_attn_implementation outside kvsift.sparse, or make the cache after it."
         )
@@ -41,7 +41,7 @@ def check_intact(layers: Sequence[Any]) -> None:
         InputError: if its layers hold different tokens.
     """
     if len({layer.columns for layer in layers}) > 1 or any(layer.is_waiting for layer in layers):
-        raise InputError(
+        raise UnsupportedCall(
             "a forward pass with this cache has failed or was interrupted in its middle, so that its layers hold "
             "different tokens. Call cache.reset(), or make a new one."
         )
@@ -54,7 +54,7 @@ def check_uncached(kwargs: dict[str, Any], calls: Calls) -> None:
         InputError: for packed sequences, and for generate() without a cache.
     """
     if kwargs.get("use_cache") is False and calls.generate:
-        raise InputError(
+        raise UnsupportedCall(
             "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
             "whole sequence; leave it out."
         )
@@ -85,7 +85,7 @@ def count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[s
     """
     count = _count_decode_tokens(run, cache, num_new, kwargs, calls)
     if count > 1 and run.plan.is_guarded:
-        raise InputError(
+        raise UnsupportedCall(
             f"min_recovery decides after every generated token, and {count} come at once: drafts of assisted decoding "
             "or prompt lookup. Leave out the drafts, or min_recovery."
         )
@@ -108,7 +108,7 @@ def _count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[
     if not calls.generate:
         return 0
     if drafts is not None and drafts != num_new - 1:
-        raise InputError(
+        raise UnsupportedCall(
             f"the cache holds {past} tokens, and {num_new} come at once where {drafts + 1} were asked for: the prompt "
             "is shorter than the cache, or assisted decoding or prompt lookup starts on a filled one, for which "
             "transformers feeds the whole sequence again and answers wrongly. Give the whole conversation without "
@@ -119,13 +119,13 @@ def _count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[
 
 def no_weights(remedy: str) -> InputError:
     """The refusal of attention weights, with what to do."""
-    return InputError(
+    return UnsupportedCall(
         f"output_attentions=True asks for all attention weights, which kvsift never computes; {remedy}. kvsift.LLM and "
         "kvsift explain report what was attended."
     )
 
 
 def _packed(what: str) -> InputError:
-    return InputError(
+    return UnsupportedCall(
         f"{what} several sequences into one row, which kvsift would attend as one. Pass one sequence per row."
     )

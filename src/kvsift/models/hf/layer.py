@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, InvalidValue, UnsupportedCall, UnsupportedModel
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
-from kvsift.models.hf.attention import NAME, AttendingLayer, UnsupportedModel, check_gradients
+from kvsift.models.hf.attention import NAME, AttendingLayer, check_gradients
 from kvsift.models.hf.run import SparseRun
 from kvsift.types import Chunk, LayerShape
 
@@ -35,7 +35,7 @@ class SparseLayer(AttendingLayer):
     def __getattr__(self, name: str) -> Any:
         in_use = "" if "run" not in self.__dict__ else self.run.attention_in_use()
         if in_use not in ("", NAME):
-            raise UnsupportedModel(
+            raise UnsupportedCall(
                 f"a cache of kvsift reached the attention implementation {in_use!r} of its model, which reads {name!r} "
                 "of it. Its kvsift.sparse block has ended, or set_attn_implementation was called. For a cache that "
                 "outlives a block use kvsift.make_cache(model, plan)."
@@ -48,7 +48,9 @@ class SparseLayer(AttendingLayer):
 
     def _refuse_setting(self, tensor: Tensor | None) -> None:
         if tensor is not None:
-            raise InputError("a layer of kvsift's cache stores tokens by update(); its keys and values cannot be set.")
+            raise UnsupportedCall(
+                "a layer of kvsift's cache stores tokens by update(); its keys and values cannot be set."
+            )
 
     def _gathered(self, which: int) -> Tensor | None:
         """Return a copy of all keys (0) or values (1), [batch, num_kv_heads, columns, head_dim], 0 for padding."""
@@ -72,7 +74,7 @@ class SparseLayer(AttendingLayer):
         """Refuse a batch of another size than the cached one, before anything is stored."""
         cached = num_rows if self.attention is None or self.run.rows else self.attention.store.num_rows
         if num_rows != cached:
-            raise InputError(
+            raise UnsupportedCall(
                 f"this cache holds {cached} rows and the input has {num_rows} (beams and returned sequences are rows). "
                 "Pass as many rows, or call the cache's batch_repeat_interleave or batch_select_indices first."
             )
@@ -229,7 +231,7 @@ class SparseLayer(AttendingLayer):
         amount = int(tokens_to_remove)
         columns = min(amount, self.columns) if amount > 0 else self.columns + amount
         if columns < 0:
-            raise InputError(f"cannot remove {-amount} tokens from a cache that holds {self.columns}.")
+            raise InvalidValue(f"cannot remove {-amount} tokens from a cache that holds {self.columns}.")
         if self.attention is not None:
             for row, length in enumerate(self._lengths(columns)):
                 self.attention.crop(row, length)
@@ -262,7 +264,9 @@ class SparseLayer(AttendingLayer):
             self.batch_select_indices(torch.arange(self.attention.store.num_rows).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        raise InputError("a cache with offloading=True cannot hold kvsift's layers; use placement='offload' instead.")
+        raise UnsupportedCall(
+            "a cache with offloading=True cannot hold kvsift's layers; use placement='offload' instead."
+        )
 
     prefetch = offload
 
@@ -289,7 +293,7 @@ def _attend_padded(
 
 
 def _row_per_query(mask: Tensor) -> InputError:
-    return InputError(
+    return UnsupportedCall(
         f"kvsift takes a mask of real tokens, [batch, tokens]; {list(mask.shape)} has a row per query. Pass the 2-D "
         "mask; causality is implied."
     )
@@ -297,7 +301,7 @@ def _row_per_query(mask: Tensor) -> InputError:
 
 def _check_cached(now: Tensor, before: Tensor) -> None:
     if not torch.equal(now, before):
-        raise InputError(
+        raise UnsupportedCall(
             "the attention mask hides or shows tokens that were cached the other way. Pass the mask of the whole "
             "sequence, as it was, with new columns at its end."
         )

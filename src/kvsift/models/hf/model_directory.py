@@ -32,7 +32,16 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from kvsift.checkpoint import weight_files
-from kvsift.errors import InputError, one_line, unknown
+from kvsift.errors import (
+    DamagedFile,
+    InputError,
+    MissingFile,
+    UnreadableFile,
+    UnsupportedDevice,
+    UnsupportedModel,
+    one_line,
+    unknown,
+)
 from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
@@ -115,19 +124,19 @@ class ModelDirectory:
         if directory.is_file():
             return cls._of_gguf(GgufFile.open(directory))
         if not (directory / "config.json").is_file():
-            raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
+            raise MissingFile(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
         weights = weight_files(directory)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-            raise InputError(f"{directory} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}).")
+            raise MissingFile(f"{directory} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}).")
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             if "trust_remote_code" in str(error):
-                raise InputError(
+                raise UnsupportedModel(
                     f"{directory} brings its own modeling code (auto_map in config.json), which kvsift does not run. "
                     "It runs architectures of the installed transformers."
                 ) from error
-            raise InputError(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
+            raise UnreadableFile(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
         is_quantised = getattr(config, "quantization_config", None) is not None
         checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
@@ -141,7 +150,7 @@ class ModelDirectory:
         except InputError:
             raise
         except Exception as error:  # transformers checks what the settings say
-            raise InputError(f"the settings in {file.path} cannot be used: {one_line(error)}.") from error
+            raise UnreadableFile(f"the settings in {file.path} cannot be used: {one_line(error)}.") from error
         num_numbers = sum(prod(tensor.shape) for tensor in file.tensors.values())
         checked = cls(file.path, config, num_numbers * config.dtype.itemsize, gguf=file)
         checked._require_layers()
@@ -151,7 +160,7 @@ class ModelDirectory:
         try:
             _ = self.kv_layers
         except Exception as error:
-            raise InputError(
+            raise UnsupportedModel(
                 f"{self._config_file} describes no decoder of which kvsift can say what its layers cache: "
                 f"{one_line(error)}."
             ) from error
@@ -224,9 +233,9 @@ class ModelDirectory:
                 mistral_format=False,  # or mistral_common, where it is installed, takes the place of tokenizer.json
             )
         except Exception as error:
-            raise InputError(f"the tokenizer in {self.path} cannot be loaded: {one_line(error)}.") from error
+            raise UnreadableFile(f"the tokenizer in {self.path} cannot be loaded: {one_line(error)}.") from error
         if not isinstance(getattr(tokenizer, "added_tokens_decoder", None), Mapping):  # that of mistral_common
-            raise InputError(
+            raise UnsupportedModel(
                 f"the tokenizer in {self.path} is a {type(tokenizer).__name__}, which names no control tokens. "
                 "Convert it to tokenizer.json, and name no other class in tokenizer_config.json; or, if there is a "
                 "tokenizer.json, uninstall mistral_common."
@@ -274,7 +283,7 @@ class ModelDirectory:
                     **options,
                 )
         except Exception as error:
-            raise InputError(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
+            raise UnreadableFile(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         _check_report(self.path, self._config_file.name, report)
@@ -294,11 +303,13 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, TypeError, ValueError):
         raise unknown("device", name, ["auto", "cpu", "cuda"]) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {name!r} is not available: torch finds no NVIDIA GPU. Use --device cpu.")
+        raise UnsupportedDevice(f"device {name!r} is not available: torch finds no NVIDIA GPU. Use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {name!r} is not available: there are {torch.cuda.device_count()} GPUs, from cuda:0.")
+        raise UnsupportedDevice(
+            f"device {name!r} is not available: there are {torch.cuda.device_count()} GPUs, from cuda:0."
+        )
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {name!r} is not supported; choose cpu or cuda.")
+        raise UnsupportedDevice(f"device {name!r} is not supported; choose cpu or cuda.")
     return device
 
 
@@ -344,9 +355,9 @@ def _directory_of(model: str | Path | None) -> Path:
     if not exists and (named := HUB_GGUF.fullmatch(str(model))):
         return _download_gguf(*named.groups())
     if not exists and directory.suffix == ".gguf":
-        raise InputError(f"there is no file {model!s:.200}.")
+        raise MissingFile(f"there is no file {model!s:.200}.")
     if exists or not HUB_NAME.fullmatch(str(model)):
-        raise InputError(
+        raise MissingFile(
             f"{model!s:.200} is not a directory. Give a Hugging Face model directory (config.json, *.safetensors, "
             "tokenizer.json), a GGUF file, the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to "
             "use the embedded model."
@@ -358,7 +369,7 @@ def _download_gguf(name: str, file: str) -> Path:
     """Return a GGUF file of a model of the Hub, with the other parts if it is split."""
     path = Path(_download(name, [PART.sub(r"-*-of-\2.gguf", file)], ())) / file
     if not path.is_file():
-        raise InputError(
+        raise MissingFile(
             f"{name} on huggingface.co has no file {file}, or it is not in the cache and cannot be fetched."
         )
     return path
@@ -379,15 +390,15 @@ def _download(name: str, wanted: Sequence[str] = HUB_FILES, unwanted: Sequence[s
         )
     except Exception as error:
         why = f"it cannot be downloaded: {one_line(error)}"
-    raise InputError(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
+    raise MissingFile(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
 
 
 def _check_report(path: Path, config_file: str, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
-        raise InputError(f"the weights in {path} lack what {config_file} calls for: {_some(missing)}.")
+        raise DamagedFile(f"the weights in {path} lack what {config_file} calls for: {_some(missing)}.")
     if mismatched := sorted(report["mismatched_keys"]):
         _, stored, expected = mismatched[0]
-        raise InputError(
+        raise DamagedFile(
             f"the weights in {path} are not of the shape that {config_file} calls for: "
             f"{_some([name for name, _, _ in mismatched])}. The first is {list(stored)} and should be {list(expected)}."
         )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvsift.errors import InputError
+from kvsift.errors import UnsupportedCall
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.rope import RopeLimits, limits_of
 
@@ -158,7 +158,7 @@ class RopePinning:
 
     def _check(self, rotation: int, cached: int, length: int) -> None:
         if self.limits.least(length) > rotation:
-            raise InputError(
+            raise UnsupportedCall(
                 f"this cache holds {cached} tokens whose keys are rotated for at most {self.limits.most(rotation)}, "
                 f"and a sequence of {length} is rotated otherwise ({self.limits}). One cache cannot hold both. Start "
                 f"again with an empty cache for the length of the conversation, with reserve={length} or more for "

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InvalidValue
 from kvsift.layer.accounting import RunStats, SharedStats
 from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
@@ -49,7 +49,7 @@ class SparseRun:
         self.block_stats: SharedStats | None = None  # counters of the block that this run is part of
         self.reserve = checks.whole("reserve", reserve, 0)
         if not isinstance(rows, list | tuple):
-            raise InputError(f"rows={rows!r} must be a list of lengths in tokens.")
+            raise InvalidValue(f"rows={rows!r} must be a list of lengths in tokens.")
         self.rows = tuple(checks.whole("rows", row, 0) for row in rows)
         self.rope: Rope | None = None  # how the model rotates queries and keys, if known
         self.no_rope = ""  # why it is not known

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, UnsupportedModel
 from kvsift.layer.accounting import RunStats
-from kvsift.models.hf.attention import UnsupportedModel
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.rope import FAR, find_rope, rotates

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvsift.models.hf.attention import UnsupportedModel
+from kvsift.errors import UnsupportedModel
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
