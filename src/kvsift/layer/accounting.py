@@ -173,20 +173,22 @@ class TokenView(NamedTuple):
     rest: bool = False
 
 
-def count_token(
-    tallies: Sequence[Tally], stop: int, token_bytes: int, view: TokenView | None, select_s: float,
+def count_tokens(
+    tallies: Sequence[Tally], start: int, stop: int, token_bytes: int, view: TokenView | None, select_s: float,
     estimated: Sequence[float],
 ) -> None:  # fmt: skip
-    """As ``Tally.add_dense`` or ``add_sparse`` of the token before ``stop`` in each layer of a step, without a call for
-    each; ``select_s`` is that of all layers together, ``estimated`` the share in each that estimates."""
+    """As ``Tally.add_dense`` of the tokens from ``start`` to ``stop``, or ``add_sparse`` of one, in each layer of a
+    step, without a call for each; ``select_s`` is that of all layers together, ``estimated`` the share in each that
+    estimates."""
+    context = seen_densely(start, stop)
     for tally in tallies:
-        tally.queries += 1
-        tally.context_tokens += stop
+        tally.queries += stop - start
+        tally.context_tokens += context
         tally.kv_bytes_dense += stop * token_bytes
     sparse = () if view is None else view.layers
     for index, tally in enumerate(tallies):
         if index not in sparse:
-            tally.visible_tokens = tally.visible_tokens + stop
+            tally.visible_tokens = tally.visible_tokens + context
             tally.kv_bytes_read += stop * token_bytes
     if view is None:
         return
