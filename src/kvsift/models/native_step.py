@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.layer.accounting import Tally, TokenView, count_tokens
+from kvsift.layer.accounting import Tally, TokenView
 from kvsift.layer.probe import probe
 from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
@@ -243,7 +243,7 @@ class NativeSequence:
         if num_units >= candidates.count:
             return None
         per_page = self._stores[0].page_size // candidates.unit_size
-        pages = -(-candidates.stop // per_page) - candidates.first // per_page
+        pages = -(-(candidates.first + candidates.count) // per_page) - candidates.first // per_page
         return sparse._replace(
             sinks_stop=room.sinks_stop, window_start=room.window_start, candidates=candidates, num_units=num_units,
             bytes_read=pages * sparse.bytes_read,
@@ -302,14 +302,11 @@ class NativeSequence:
         note_tokens(self._stores, stop)
         for layer in self._layers:
             layer.columns = stop
-        tallies = stats.tallies
-        try:
-            counted = [tallies[key] for key in self._keys]
-        except KeyError:
-            counted = [stats.tally(layer, "decode") for layer, _ in self._keys]
-        count_tokens(counted, self.start, stop, self._stores[0].token_bytes, self._view, select_s, estimated)
+        tallies = stats.count_step(
+            self._keys, self.start, stop, self._stores[0].token_bytes, self._view, select_s, estimated
+        )
         if self._probed:
-            self._probe(counted)
+            self._probe(tallies)
 
     def _probe(self, tallies: Sequence[Tally]) -> None:
         """Compare the token, which is counted, with exact attention."""
