@@ -208,6 +208,8 @@ class SequenceRunner:
             for ahead in range(count):
                 logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := seq.output.foresee(logits, ahead))
+                if token in seq.request.ends or token in seq.request.stop_ids:
+                    break  # nothing follows it
         except InputError as error:
             if str(error) != NOT_FINITE:
                 raise  # else the verification finds what is wrong with the token, and says which one it is
