@@ -186,24 +186,28 @@ inline void cut(std::vector<Piece>& pieces, const Piece& whole, std::int64_t len
   }
 }
 
-// Of consecutive tokens, the last of which sees all keys: query h * num_tokens + i is head h of token i. The keys are read
-// once for all tokens, in the pieces and the order in which each token attends them alone: the results are the same.
-inline void attend_dense(const Attention& call) {
-  const int group = call.group();
-  std::vector<std::int64_t> ids;
-  const Slots slots = call.keys.slots(ids);
-  const auto seen = [&](int query) { return slots.count - call.num_tokens + 1 + query % call.num_tokens; };
-  const auto length = [&](int query) { return piece_length(seen(query) * call.keys.num_kv_heads); };
-  const bool together = length(0) == length(call.num_tokens - 1);  // the first token is cut as the last is
+// Of consecutive tokens, the last of which sees all keys, in these slots: query h * num_tokens + i is head h of token i, and
+// a KV head has so many queries. The keys are read once for all tokens, in the pieces and the order in which each token
+// attends them alone: the results are the same.
+inline std::vector<Piece> dense_pieces(int num_kv_heads, int queries_of_head, int num_tokens, const Slots& slots) {
+  const auto seen = [&](int query) { return slots.count - num_tokens + 1 + query % num_tokens; };
+  const auto length = [&](int query) { return piece_length(seen(query) * num_kv_heads); };
+  const bool together = length(0) == length(num_tokens - 1);  // the first token is cut as the last is
   std::vector<Piece> pieces;
-  for (int h = 0; h < call.keys.num_kv_heads; ++h) {
+  for (int h = 0; h < num_kv_heads; ++h) {
+    const int first = h * queries_of_head;
     if (together) {
-      cut(pieces, {h, h * group, group, slots}, length(0));
+      cut(pieces, {h, first, queries_of_head, slots}, length(0));
       continue;
     }
-    for (int q = h * group; q < (h + 1) * group; ++q) cut(pieces, {h, q, 1, slots.part(0, seen(q))}, length(q));
+    for (int q = first; q < first + queries_of_head; ++q) cut(pieces, {h, q, 1, slots.part(0, seen(q))}, length(q));
   }
-  attend_pieces(call, pieces);
+  return pieces;
+}
+
+inline void attend_dense(const Attention& call) {
+  std::vector<std::int64_t> ids;
+  attend_pieces(call, dense_pieces(call.keys.num_kv_heads, call.group(), call.num_tokens, call.keys.slots(ids)));
 }
 
 // Unit ids [num_lists, capacity], -1 for padding.

@@ -23,7 +23,7 @@ template <class T>
 Done step(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {
   DecodeStep<T> step(decoder, sequences, at<T>(logits));
   Done done{step.run(threads), {}};
-  for (std::size_t row = 0; row < sequences.size(); ++row) done.second.push_back(step.estimated(row));
+  for (std::size_t i = 0; i < sequences.size(); ++i) done.second.push_back(step.estimated(i));
   return done;
 }
 
@@ -59,9 +59,9 @@ void bind_step(nb::module_& m) {
         self.layers.push_back({at<void>(keys), at<void>(values), stride, at<void>(extremes), extremes_stride,
                                at<std::uint8_t>(sketches), sketches_stride});
       })
-      .def("begin", [](DecodeSequence& self, std::int64_t token, std::int64_t position, Address cos, Address sin, Address runs,
-                       std::int64_t num_runs, std::int64_t num_pool_pages) {
-        self.token = token, self.position = position, self.cos = at<void>(cos), self.sin = at<void>(sin);
+      .def("begin", [](DecodeSequence& self, const std::vector<std::int64_t>& ids, std::int64_t position, Address cos, Address sin,
+                       Address runs, std::int64_t num_runs, std::int64_t num_pool_pages) {
+        self.ids = ids, self.position = position, self.cos = at<void>(cos), self.sin = at<void>(sin);
         self.runs = at<const Run>(runs), self.num_runs = num_runs, self.num_pool_pages = num_pool_pages;
         self.selects = false, self.asked = nullptr, self.chosen = nullptr;
         for (LayerPages& layer : self.layers) layer.dense = true;

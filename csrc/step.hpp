@@ -1,6 +1,6 @@
-// A decode step of a Llama-like model, one token of each of some sequences: from the embedding to the logits in one team of
-// threads. Its phases are what the calls of the composed path do, by the same functions and with the same roundings, so that
-// each number has the same bits, and a sequence gets the bits that it has alone.
+// A decode step of a Llama-like model, one token of each of some sequences, or several that are known: from the embedding to
+// the logits in one team of threads. Its phases are what the calls of the composed path do, by the same functions and with the
+// same roundings, so that each number has the same bits, and a token gets the bits that it has alone.
 #pragma once
 
 #include <chrono>
@@ -88,31 +88,33 @@ struct DecodeSequence {
   std::vector<LayerPages> layers;
   bool selects;  // in some layer
   // Of a step:
-  std::int64_t token, position;
-  const void *cos, *sin;  // [head_dim] of the position
-  const Run* runs;        // pages of the sequence, with that of the token
+  std::vector<std::int64_t> ids;  // of consecutive tokens; one, if the sequence selects
+  std::int64_t position;          // of the first
+  const void *cos, *sin;          // [tokens, head_dim]
+  const Run* runs;                // pages of the sequence, with those of the tokens
   std::int64_t num_runs, num_pool_pages;
   SelectionRule rule;
   void* asked;           // queries of all layers, [layers, num_query_heads, head_dim], are copied to here; nullptr: they are not
   std::int64_t* chosen;  // units of sparse layers, [layers, num_selections, num_units], as well
+
+  int num_tokens() const { return int(ids.size()); }
+  std::int64_t stop() const { return position + num_tokens(); }
 };
 
 struct NotFinite : std::runtime_error {
   NotFinite() : std::runtime_error("queries hold NaN or infinity") {}
 };
 
-// A sequence in a step: its slots and pieces, which are the same in all layers.
+// A sequence in a step: its slots and pieces, which are the same in all layers. Its queries are those of dense_pieces.
 class StepSequence {
  public:
   StepSequence(const DecodeSequence& sequence, int row, const Decoder& decoder, const Rotation& rotation)
-      : sequence(sequence), row(row), tokens(token_table(sequence)), candidates(candidate_table(sequence)),
-        queries(decoder.num_query_heads, decoder.head_dim, decoder.bf16),
-        features(by_extremes() ? decoder.num_query_heads : 0, 2 * decoder.head_dim, decoder.bf16),
-        dense(dense_pieces(decoder)), listed(listed_pieces(decoder)),
-        dense_states(dense, decoder.num_query_heads, queries.stride()),
-        listed_states(listed, decoder.num_query_heads, queries.stride()) {
-    std::vector<std::int64_t> ids;
-    slot = tokens.range(sequence.position, sequence.position + 1, ids).start;
+      : sequence(sequence), row(row), num_queries(decoder.num_query_heads * sequence.num_tokens()), tokens(token_table(sequence)),
+        candidates(candidate_table(sequence)), slots(sequence.ids.size()), queries(num_queries, decoder.head_dim, decoder.bf16),
+        features(by_extremes() ? num_queries : 0, 2 * decoder.head_dim, decoder.bf16), dense(all_pieces(decoder)),
+        listed(listed_pieces(decoder)), dense_states(dense, num_queries, queries.stride()),
+        listed_states(listed, num_queries, queries.stride()) {
+    tokens.write(sequence.position, sequence.stop(), slots.data());
     if (!selects()) return;
     chosen.resize(std::size_t(sequence.rule.num_selections * sequence.rule.num_units));
     if (by_sketches()) {
@@ -147,9 +149,10 @@ class StepSequence {
   }
 
   const DecodeSequence& sequence;
-  const int row;
+  const int row;  // of its first token
+  const int num_queries;
   const SlotTable tokens, candidates;
-  std::int64_t slot;  // of the new token
+  std::vector<std::int64_t> slots;  // of the new tokens
   PackedQueries queries, features;
   std::unique_ptr<PageOrder> order;
   std::vector<float> scores;
@@ -180,7 +183,7 @@ class StepSequence {
   static SlotTable token_table(const DecodeSequence& sequence) {
     std::vector<Run> runs(sequence.runs, sequence.runs + sequence.num_runs);
     for (Run& run : runs) run.first *= sequence.page_size, run.count *= sequence.page_size;
-    return {runs.data(), sequence.num_runs, sequence.num_pool_pages * sequence.page_size, 0, sequence.position + 1};
+    return {runs.data(), sequence.num_runs, sequence.num_pool_pages * sequence.page_size, 0, sequence.stop()};
   }
   static SlotTable candidate_table(const DecodeSequence& sequence) {
     const SelectionRule& rule = sequence.rule;
@@ -190,13 +193,9 @@ class StepSequence {
     return {sequence.runs, sequence.num_runs, sequence.num_pool_pages, first, last + 1 - first};
   }
 
-  std::vector<Piece> dense_pieces(const Decoder& decoder) {  // as attend_dense
-    const int group = decoder.num_query_heads / decoder.num_kv_heads;
-    const Slots slots = tokens.range(0, tokens.length(), all_ids);
-    std::vector<Piece> pieces;
-    for (int h = 0; h < decoder.num_kv_heads; ++h)
-      cut(pieces, {h, h * group, group, slots}, piece_length(slots.count * decoder.num_kv_heads));
-    return pieces;
+  std::vector<Piece> all_pieces(const Decoder& decoder) {
+    return dense_pieces(decoder.num_kv_heads, num_queries / decoder.num_kv_heads, sequence.num_tokens(),
+                        tokens.range(0, tokens.length(), all_ids));
   }
 
   std::vector<Piece> listed_pieces(const Decoder& decoder) {  // as attend_units
@@ -228,19 +227,22 @@ template <class T>
 class DecodeStep {
  public:
   DecodeStep(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, T* logits)
-      : decoder_(decoder), rows_(int(sequences.size())), hidden_(decoder.head.num_in), rotation_(decoder.head_dim),
+      : decoder_(decoder), rows_(num_tokens(sequences)), hidden_(decoder.head.num_in), rotation_(decoder.head_dim),
         logits_(logits),
         from_x_(inputs(hidden_, [](const LayerWeights& layer) { return std::vector{&layer.qkv, &layer.gate_up}; }, &decoder.head)),
         from_heads_(inputs(decoder.num_query_heads * decoder.head_dim, [](const LayerWeights& layer) { return std::vector{&layer.output}; })),
         from_gates_(inputs(largest_gate(), [](const LayerWeights& layer) { return std::vector{&layer.down}; })), x_(std::size_t(rows_) * hidden_),
         qkv_(std::size_t(rows_) * qkv_width()), gates_(std::size_t(rows_) * largest_gate()) {
-    for (int row = 0; row < rows_; ++row)
-      sequences_.push_back(std::make_unique<StepSequence>(*sequences[std::size_t(row)], row, decoder, rotation_));
+    int row = 0;
+    for (const DecodeSequence* sequence : sequences) {
+      sequences_.push_back(std::make_unique<StepSequence>(*sequence, row, decoder, rotation_));
+      row += sequence->num_tokens();
+    }
   }
 
   // Shares of attention that were estimated for a sequence, a mean over heads, in each of its layers that estimate.
-  std::vector<double> estimated(std::size_t row) const {
-    const StepSequence& own = *sequences_[row];
+  std::vector<double> estimated(std::size_t sequence) const {
+    const StepSequence& own = *sequences_[sequence];
     std::vector<double> means;
     for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
       if (!own.estimates(layer)) continue;
@@ -252,7 +254,9 @@ class DecodeStep {
 
   // Seconds that were spent on selections.
   double run(int threads) {
-    for (const auto& each : sequences_) embed(each->sequence.token, &x_[std::size_t(each->row) * hidden_]);
+    T* x = x_.data();
+    for (const auto& own : sequences_)
+      for (std::int64_t id : own->sequence.ids) embed(id, x), x += hidden_;
     double select_s = 0;
     Team::run(threads, [&](Team& team, bool leads) {
       for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
@@ -277,6 +281,12 @@ class DecodeStep {
 
  private:
   static constexpr int kTasksPerThread = 2;  // of a product
+
+  static int num_tokens(const std::vector<const DecodeSequence*>& sequences) {
+    int count = 0;
+    for (const DecodeSequence* sequence : sequences) count += sequence->num_tokens();
+    return count;
+  }
 
   static const T* numbers(const void* data) { return static_cast<const T*>(data); }
   std::int64_t qkv_width() const { return std::int64_t(decoder_.num_query_heads + 2 * decoder_.num_kv_heads) * decoder_.head_dim; }
@@ -348,47 +358,53 @@ class DecodeStep {
     });
   }
 
-  // Rotates queries and keys, and stores keys and values, with the summaries of a page that is full now.
+  // Rotates queries and keys, and stores keys and values, with the summaries of pages that are full now.
   void append(Team& team, std::size_t layer) {
+    each_of(team, [&](const StepSequence&) { return std::int64_t(decoder_.num_kv_heads); },
+            [&](StepSequence& own, std::int64_t head) {
+              for (int token = 0; token < own.sequence.num_tokens(); ++token) append_token(own, layer, int(head), token);
+              const DecodeSequence& sequence = own.sequence;
+              if (!sequence.layers[layer].dense && own.by_sketches())
+                own.sketch_heads[std::size_t(head)].start(own.sketch_calls[layer], own.sketched, int(head));
+            });
+  }
+
+  void append_token(StepSequence& own, std::size_t layer, int h, int token) {
     const LayerWeights& weights = decoder_.layers[layer];
-    const int width = decoder_.head_dim, num_kv_heads = decoder_.num_kv_heads;
-    team.each(std::int64_t(rows_) * num_kv_heads, [&](std::int64_t task) {
-      StepSequence& own = *sequences_[std::size_t(task / num_kv_heads)];
-      const DecodeSequence& sequence = own.sequence;
-      const LayerPages& pages = sequence.layers[layer];
-      const int h = int(task % num_kv_heads), first = h * group();
-      T* const heads = qkv_.data() + own.row * qkv_width();
-      T* const key = heads + (decoder_.num_query_heads + h) * width;
-      const T *cos = numbers(sequence.cos), *sin = numbers(sequence.sin);
-      rotate(heads + first * width, group(), width, cos, sin, numbers(weights.query_norm), weights.head_eps);
-      rotate(key, 1, width, cos, sin, numbers(weights.key_norm), weights.head_eps);
-      if (sequence.asked != nullptr)
-        std::memcpy(static_cast<T*>(sequence.asked) + (std::int64_t(layer) * decoder_.num_query_heads + first) * width,
-                    heads + first * width, std::size_t(group() * width) * sizeof(T));
-      T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
-      std::memcpy(keys + own.slot * width, key, width * sizeof(T));
-      std::memcpy(values + own.slot * width, key + num_kv_heads * width, width * sizeof(T));
-      if ((sequence.position + 1) % sequence.page_size == 0) {
-        const std::int64_t page = own.slot / sequence.page_size, first = page * sequence.page_size * width;
-        const bool* const all = nullptr;  // tokens are valid
-        if (pages.extremes != nullptr)
-          page_extremes(keys + first, all, 1, sequence.page_size, width,
-                        static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
-        if (pages.sketches != nullptr)
-          SketchWriter(sequence.sketch)
-              .write(keys + first, values + first, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
-      }
-      float query[kMaxHeadDim];
-      for (int q = first; q < first + group(); ++q) {
-        for (int i = 0; i < width; ++i) query[i] = load(heads + q * width + i);
-        own.queries.set(q, 0, query, width);
-        if (pages.dense || !own.selects()) continue;
-        for (int i = 0; i < width; ++i)
-          if (!std::isfinite(query[i])) throw NotFinite();
-        if (own.by_extremes()) own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);
-      }
-      if (!pages.dense && own.by_sketches()) own.sketch_heads[std::size_t(h)].start(own.sketch_calls[layer], own.sketched, h);
-    });
+    const DecodeSequence& sequence = own.sequence;
+    const LayerPages& pages = sequence.layers[layer];
+    const int width = decoder_.head_dim, num_kv_heads = decoder_.num_kv_heads, first = h * group();
+    T* const heads = qkv_.data() + (own.row + token) * qkv_width();
+    T* const key = heads + (decoder_.num_query_heads + h) * width;
+    const T *cos = numbers(sequence.cos) + token * width, *sin = numbers(sequence.sin) + token * width;
+    rotate(heads + first * width, group(), width, cos, sin, numbers(weights.query_norm), weights.head_eps);
+    rotate(key, 1, width, cos, sin, numbers(weights.key_norm), weights.head_eps);
+    if (sequence.asked != nullptr)
+      std::memcpy(static_cast<T*>(sequence.asked) + (std::int64_t(layer) * decoder_.num_query_heads + first) * width,
+                  heads + first * width, std::size_t(group() * width) * sizeof(T));
+    T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
+    const std::int64_t slot = own.slots[std::size_t(token)];
+    std::memcpy(keys + slot * width, key, width * sizeof(T));
+    std::memcpy(values + slot * width, key + num_kv_heads * width, width * sizeof(T));
+    if ((sequence.position + token + 1) % sequence.page_size == 0) {
+      const std::int64_t page = slot / sequence.page_size, start = page * sequence.page_size * width;
+      const bool* const all = nullptr;  // tokens are valid
+      if (pages.extremes != nullptr)
+        page_extremes(keys + start, all, 1, sequence.page_size, width,
+                      static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
+      if (pages.sketches != nullptr)
+        SketchWriter(sequence.sketch)
+            .write(keys + start, values + start, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
+    }
+    float query[kMaxHeadDim];
+    for (int q = first; q < first + group(); ++q) {
+      for (int i = 0; i < width; ++i) query[i] = load(heads + q * width + i);
+      own.queries.set(q * sequence.num_tokens() + token, 0, query, width);
+      if (pages.dense || !own.selects()) continue;
+      for (int i = 0; i < width; ++i)
+        if (!std::isfinite(query[i])) throw NotFinite();
+      if (own.by_extremes()) own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);
+    }
   }
 
   void select(Team& team, std::size_t layer) {
@@ -446,21 +462,23 @@ class DecodeStep {
               const HeadRows keys = rows(pages.keys), values = rows(pages.values);
               const Piece& piece = own.pieces(layer)[std::size_t(p)];
               own.states(layer).clear(p, piece.num_queries);
-              attend_piece({own.queries, decoder_.num_query_heads, keys, values, decoder_.scale, 0.0f, decoder_.bf16, 1, {}}, piece, p,
-                           own.states(layer), nullptr);
+              attend_piece({own.queries, own.num_queries, keys, values, decoder_.scale, 0.0f, decoder_.bf16, 1, {},
+                            own.sequence.num_tokens()},
+                           piece, p, own.states(layer), nullptr);
             });
-    each_of(team, [&](const StepSequence&) { return std::int64_t(decoder_.num_query_heads); },
-            [&](StepSequence& own, std::int64_t head) {
-              const int width = decoder_.head_dim;
+    each_of(team, [&](const StepSequence& own) { return std::int64_t(own.num_queries); },
+            [&](StepSequence& own, std::int64_t query) {
+              const int width = decoder_.head_dim, num_tokens = own.sequence.num_tokens();
+              const int head = int(query) / num_tokens, row = own.row + int(query) % num_tokens;
               float numbers[kMaxHeadDim];
               T output[kMaxHeadDim];
-              float lse = own.states(layer).merge(int(head), width, numbers);
+              float lse = own.states(layer).merge(int(query), width, numbers);
               for (int i = 0; i < width; ++i) store(output + i, numbers[i]);
               if (own.estimates(layer))
                 own.shares[layer * std::size_t(decoder_.num_query_heads) + std::size_t(head)] =
                     merge_estimate(output, lse, own.rest.data() + head * width, own.rest_lse[std::size_t(head)], width);
               for (int i = 0; i < width; ++i) numbers[i] = load(output + i);
-              from_heads_.set(own.row, int(head) * width, numbers, width);
+              from_heads_.set(row, head * width, numbers, width);
             });
   }
 

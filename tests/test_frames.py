@@ -20,10 +20,10 @@ from kvsift.engine.loop import Loop
 
 COUNTS = Path(__file__).parent.parent / "lab" / "house_counts.py"
 BOUNDS = {  # plan -> frames from the engine's step to the compiled core, files, calls
-    "quest:budget=256:score_by=mean_std": (14, 35, 520),  # composed
-    "sketch:budget=256": (7, 19, 75),
-    "quest:budget=256": (7, 20, 80),
-    "dense": (7, 16, 65),
+    "quest:budget=256:score_by=mean_std": (14, 34, 495),  # composed
+    "sketch:budget=256": (6, 16, 40),
+    "quest:budget=256": (6, 16, 40),
+    "dense": (6, 16, 37),
 }
 FRAMES_TO_REPLAY = 8  # of a captured step, from the engine's step to the replay of its graph
 

@@ -55,6 +55,24 @@ def test_how_a_user_lets_threads_wait_wins(setting: str, text: str, spins: str) 
 
 
 @linux_only
+def test_the_engine_does_not_share_the_processors_with_the_team_of_its_caller() -> None:
+    story = """
+import os, threading, torch
+from kvsift.threads import end_team
+torch.set_num_threads(3)
+count = lambda: len(os.listdir('/proc/self/task'))
+before, x = count(), torch.ones(1 << 20)
+x.add_(1)
+during = count()
+end_team()
+print(during - before, count() - before, end=' ')
+x.add_(1)  # the team comes back
+print(count() - before, x[0].item())
+"""
+    assert output_of(story).split() == ["2", "0", "2", "3.0"]
+
+
+@linux_only
 def test_processes_that_kvsift_starts_wait_as_it_does() -> None:
     child = "import os; print(os.environ['GOMP_SPINCOUNT'])"
     story = f"import sys, subprocess, kvsift; subprocess.run([sys.executable, '-c', {child!r}])"

@@ -1,5 +1,5 @@
-// A decode step without Python: the same bits with any number of threads, alone and together; phases of a team. Built with
-// sanitizers by tests/native/test_sanitizers.py.
+// A decode step without Python: the same bits with any number of threads, alone and together, and of several tokens in one
+// step; phases of a team. Built with sanitizers by tests/native/test_sanitizers.py.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -56,7 +56,6 @@ class Numbers {
 
  private:
   std::mt19937 random_{7};
-  std::vector<std::vector<std::uint8_t>> bytes_;
   std::vector<std::vector<T>> all_;
   std::vector<std::vector<std::uint8_t>> bytes_;
 };
@@ -82,7 +81,7 @@ DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, st
                            bool by_sketches = false) {
   DecodeSequence made{};
   made.sketch = kSketch;
-  made.page_size = kPage, made.token = position % kVocabulary, made.position = position;
+  made.page_size = kPage, made.ids = {position % kVocabulary}, made.position = position;
   for (int layer = 0; layer < kLayers; ++layer) {
     const std::int64_t stride = kPages * kPage * kWidth, extremes_stride = kPages * 2 * kWidth;
     made.layers.push_back({numbers.draw(kKvHeads * stride), numbers.draw(kKvHeads * stride), stride,
@@ -97,6 +96,41 @@ DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, st
   made.rule = {kPage, window_start, 1, window_start / kPage - 1, num_chosen, kKvHeads, false, false};
   if (by_sketches) made.rule = {5, position - 17, 5, position - 22, num_chosen, kKvHeads, true, true};
   return made;
+}
+
+// Tokens in one step, beside another sequence, have the logits, keys, values and extremes of as many steps.
+template <class T>
+void check_several_tokens(const Decoder& decoder, Numbers<T>& numbers, const std::vector<Run>& runs, std::int64_t position, int count) {
+  DecodeSequence own = sequence_of(numbers, runs, position, -1), other = sequence_of(numbers, runs, 37, -1);
+  const T *const cos = numbers.draw(count * kWidth), *const sin = numbers.draw(count * kWidth);
+  const auto stored = [&] {
+    std::vector<T> copy;
+    for (const LayerPages& layer : own.layers)
+      for (const void* pool : {layer.keys, layer.values, static_cast<void*>(layer.extremes)}) {
+        const T* const first = static_cast<const T*>(pool);
+        copy.insert(copy.end(), first, first + kKvHeads * (pool == layer.extremes ? layer.extremes_stride : layer.stride));
+      }
+    return copy;
+  };
+  const auto begin = [&](int first, int tokens) {
+    own.ids.resize(std::size_t(tokens));
+    std::iota(own.ids.begin(), own.ids.end(), first + 3);
+    own.position = position + first, own.cos = cos + first * kWidth, own.sin = sin + first * kWidth;
+  };
+  std::vector<T> expected(std::size_t(count * kVocabulary)), found(std::size_t((count + 1) * kVocabulary));
+  for (int token = 0; token < count; ++token) {
+    begin(token, 1);
+    DecodeStep<T>(decoder, {&own}, expected.data() + token * kVocabulary).run(2);
+  }
+  const std::vector<T> before = stored();
+  begin(0, count);
+  for (int threads : {1, 3}) {
+    for (LayerPages& layer : own.layers)  // of the page that becomes full, to be written anew
+      std::fill_n(static_cast<T*>(layer.extremes) + (runs[0].first + position / kPage) * 2 * kWidth, 2 * kWidth, T{});
+    DecodeStep<T>(decoder, {&other, &own}, found.data()).run(threads);
+    CHECK(std::equal(expected.begin(), expected.end(), found.begin() + kVocabulary));
+    CHECK(stored() == before);
+  }
 }
 
 // Packed weights: in some of the matrices, so that inputs are read in both ways.
@@ -135,6 +169,8 @@ void check_step() {
     const std::vector<T> alone = logits({all[i]}, 2);
     CHECK(std::equal(alone.begin(), alone.end(), together.begin() + std::ptrdiff_t(i) * kVocabulary));
   }
+  check_several_tokens<T>(decoder, numbers, several, 28, 5);  // which make a page full
+  check_several_tokens<T>(decoder, numbers, one, 1020, 4);
   for (int i = 0; i < kHidden; ++i) store(const_cast<T*>(static_cast<const T*>(decoder.layers[1].attention_norm)) + i, NAN);
   bool refused = false;
   try {

@@ -12,6 +12,7 @@ from refusals import refused
 
 import kvsift
 from kvsift import LLM, Sampling, native
+from kvsift.engine.speculative.pace import Amount, Pace
 
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
 PLANS = [
@@ -108,6 +109,19 @@ def test_streams_stops_and_lengths_are_those_of_dense_attention(llm: LLM) -> Non
         expected = llm.generate(PROMPT, **options)
         assert "".join(pieces) == expected.text
         assert same(llm.generate(PROMPT, plan=PLANS[0], exact=True, **options), expected)
+
+
+def test_nothing_is_drafted_behind_a_token_that_ends_the_answer(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(wide, "dense", device="cpu", chunk_size=64)
+    ids = llm.generate(PROMPT, max_new_tokens=6, sampling=SAMPLINGS[1]).token_ids
+    end = next(place for place in range(2, 6) if ids.index(ids[place]) == place)
+    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, most))
+    options = {"max_new_tokens": 20, "sampling": SAMPLINGS[1], "stop_token_ids": [ids[end]]}
+    exact = llm.generate(PROMPT, plan="quest:budget=4096:dense_layers=none", exact=True, **options)
+    assert same(exact, llm.generate(PROMPT, **options))
+    assert exact.exact is not None
+    assert exact.exact["drafted"] == end
+    assert exact.exact["drafts_wrong"] == 0
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

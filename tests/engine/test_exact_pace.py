@@ -15,7 +15,7 @@ def paced(*, verify: dict[int, float], draft: float, accepted: int, offered: int
     for tokens, seconds in verify.items():
         pace.note_verified(tokens, seconds)
     for _ in range(20):
-        pace.note_drafts(offered, accepted, draft * offered)
+        pace.note_drafts(offered, accepted, draft)
     return pace
 
 
@@ -47,11 +47,21 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again_ever_more_rarely() -> 
         if chosen.tokens:
             tries.append(since)
             since = 0
-            pace.note_drafts(chosen.tokens, 0, 0.009 * chosen.tokens)
+            pace.note_drafts(chosen.tokens, 0, 0.009)
         pace.note_verified(chosen.tokens + 1, 0.010)
     assert pace.measured.is_paused
     assert FIRST_PAUSE <= tries[0] < tries[1] < tries[2]
     assert len(tries) <= 4
+
+
+def test_the_end_of_an_answer_is_no_wrong_draft() -> None:
+    pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.001, accepted=7, offered=7)
+    decoder, share = ExactDecoder([3, 4, 5], pace), pace.drafted_share
+    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, False, 3)
+    assert pace.drafted_share >= share
+    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, True, 3)
+    assert pace.drafted_share < share
+    assert pace.measured.draft.seconds == pytest.approx(0.001)
 
 
 def test_drafting_begins_again_when_it_pays() -> None:
@@ -59,7 +69,7 @@ def test_drafting_begins_again_when_it_pays() -> None:
     assert choice(pace).tokens == 0
     assert pace.measured.is_paused
     for _ in range(40):
-        pace.note_drafts(3, 3, 0.003)
+        pace.note_drafts(3, 3, 0.001)
     for _ in range(FIRST_PAUSE):
         assert choice(pace).tokens == 0
     assert choice(pace).tokens > 2
@@ -72,7 +82,7 @@ def test_a_dense_step_that_was_slow_once_is_measured_again() -> None:
         chosen = choice(pace)
         drafted += chosen.tokens > 0
         if chosen.tokens:
-            pace.note_drafts(chosen.tokens, 1, 0.010 * chosen.tokens)
+            pace.note_drafts(chosen.tokens, 1, 0.010)
         pace.note_verified(chosen.tokens + 1, 0.018 if chosen.tokens else 0.013)
     assert pace.measured.is_paused
     assert drafted < 10 * DENSE_EVERY
@@ -117,13 +127,13 @@ def test_an_answer_begins_with_what_earlier_ones_have_measured() -> None:
     paces = Paces()
     first = paces.begin("quest", 30_000)
     first.note_verified(1, 0.010)
-    first.note_drafts(3, 3, 0.003)
+    first.note_drafts(3, 3, 0.001)
     first.note_verified(4, 0.012)
     assert choice(paces.begin("quest", 30_100)).tokens > 1
     for other in (paces.begin("quest", 60_000), paces.begin("sketch", 30_000)):
         assert choice(other) == Amount(0.0)
     for _ in range(200):
-        first.note_drafts(3, 0, 0.003)
+        first.note_drafts(3, 0, 0.001)
     answers = [paces.begin("quest", 30_000) for _ in range(FIRST_PAUSE + 2)]
     for answer in answers:
         tokens = choice(answer).tokens
@@ -145,7 +155,7 @@ def test_sequences_of_one_kind_draft_together() -> None:
         for place, seq in enumerate(seqs):
             if count := drafted[-1][place]:
                 accepted = next((k for k in range(count) if (number * 7 + place * 3 + k) % 2), count)  # about a half
-                seq.note_drafts(count, accepted, 0.0051 * count)
+                seq.note_drafts(count, accepted, 0.0051)
     assert all(len(set(each)) == 1 for each in drafted)
     assert sum(each[0] > 0 for each in drafted) > 1900, "a half accepted pays for four rows"
     alone = paced(verify={1: 0.0196, 8: 0.0203}, draft=0.0051, accepted=0, offered=2)
@@ -164,7 +174,7 @@ def test_a_pause_lasts_as_many_steps_for_several_sequences_as_for_one() -> None:
             if count := seqs[0].choose(0, 0, 7).tokens:
                 tried.append(step)
                 for seq in seqs:
-                    seq.note_drafts(count, 0, 0.009 * count)
+                    seq.note_drafts(count, 0, 0.009)
         tries.append(tried)
     assert tries[0] == tries[1]
     assert 3 <= len(tries[0]) <= 5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -106,7 +108,7 @@ def assert_alike(one: SparseCache, other: SparseCache) -> None:
 
 def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
     assert fused.native is not None
-    return fused.native._sequence(cache) is not None
+    return fused.native._begin(cache) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,6 +140,9 @@ def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(kind: Kin
         assert_alike(cache, other)
     first = torch.cat([taken.decode(torch.tensor([5 + i]), [cache]) for i, cache in enumerate(alone)])
     assert torch.equal(bits(first), bits(native_logits[0]))
+    tokens = [8, 9, 10, 11, 12, 13]
+    together = verified(taken, caches[1], tokens, 6)
+    assert torch.equal(bits(together), bits(verified(composed, others[1], tokens, 1)))
 
 
 def test_heads_that_no_blocks_of_packed_weights_cover_are_composed() -> None:
@@ -266,6 +271,77 @@ def test_a_sequence_goes_on_after_its_last_tokens_are_undone_and_its_plan_is_cha
     assert is_taken(taken, one)
     assert torch.equal(bits(torch.stack(found)), bits(torch.stack(expected)))
     assert_alike(one, other)
+
+
+def verified(fused: FusedModel, cache: SparseCache, tokens: list[int], together: int) -> torch.Tensor:
+    """Logits of tokens that are attended to everything, so many in a pass; none is composed if some are native."""
+    cache.run.feeding, cache.run.exact = "decode", "dense"
+    passes, composed = torch.tensor(tokens).split(together), Mock(side_effect=AssertionError)
+    with torch.inference_mode(), nullcontext() if fused.native is None else patch.object(fused, "_run", composed):
+        logits = torch.cat([fused.verify(each, cache) for each in passes])
+    cache.run.exact = ""
+    return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", ["dense", QUEST, SKETCH, "streaming_llm:budget=48"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
+    family: str, plan: str, dtype: torch.dtype
+) -> None:
+    model = tiny(family, num_hidden_layers=3).to(dtype)
+    taken, composed = both(model)
+    one, other, alone = (filled(model, plan, 90) for _ in range(3))
+    for cycle in range(3):
+        tokens = [7 + cycle, 30, 11, 52, 4, 18, 25, 40][: 8 - 3 * cycle]
+        kept = len(tokens) - cycle
+        for fused, cache in ((taken, one), (composed, other)):  # drafts
+            start = cache.get_seq_length()
+            generated(fused, [cache], 3)
+            cache.undo(start)
+        found, expected = verified(taken, one, tokens, 8), verified(composed, other, tokens, 8)
+        assert torch.equal(bits(found), bits(expected))
+        assert torch.equal(bits(found), bits(verified(composed, alone, tokens, 1)))
+        assert_alike(one, other)
+        for cache in (one, other, alone):
+            cache.undo(start + kept)
+    assert is_taken(taken, one)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    head_dim=st.sampled_from([8, 24, 64]), kv_heads=st.integers(1, 3), group=st.integers(1, 9),
+    length=st.integers(1, 700), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3), threads=st.integers(1, 3),
+    level=st.sampled_from(native.levels() if native.available() else [""]), bf16=st.booleans(),
+)  # fmt: skip
+def test_shapes_of_verifications(
+    head_dim: int, kv_heads: int, group: int, length: int, counts: list[int], threads: int, level: str, bf16: bool
+) -> None:
+    before, number = native.level(), torch.get_num_threads()
+    model = tiny(
+        "Qwen3", num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=head_dim
+    ).to(torch.bfloat16 if bf16 else torch.float32)  # fmt: skip
+    taken, composed = both(model)
+    try:
+        native.use_level(level)
+        torch.set_num_threads(threads)
+        one, other = (filled(model, QUEST, length) for _ in range(2))
+        for count in counts:
+            tokens = [*range(5, 5 + count)]
+            assert torch.equal(bits(verified(taken, one, tokens, count)), bits(verified(composed, other, tokens, 1)))
+    finally:
+        native.use_level(before)
+        torch.set_num_threads(number)
+    for own, expected in zip(one.attentions, other.attentions, strict=True):
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(own.stored(0), expected.stored(0), strict=True))
+
+
+def test_verified_tokens_whose_keys_are_cut_otherwise_have_the_bits_of_dense_steps() -> None:
+    model = tiny(num_attention_heads=16, num_key_value_heads=16, head_dim=8, num_hidden_layers=1)
+    taken, composed = both(model)
+    one, other = (filled(model, "dense", 2045) for _ in range(2))  # pieces get longer after 2,048 tokens of 16 heads
+    tokens = [5, 6, 7, 8, 9, 10]
+    assert torch.equal(bits(verified(taken, one, tokens, 6)), bits(verified(composed, other, tokens, 1)))
 
 
 def test_queries_that_are_not_finite_are_refused() -> None:

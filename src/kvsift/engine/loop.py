@@ -102,11 +102,11 @@ class Loop(EngineThread):
         self.post(partial(self._close, seq, True))
 
     def step(self) -> None:
-        if self._waits_for_a_step():
-            return
+        if self._thread is not None and not self.is_own_thread:
+            return self.call(lambda: None)  # waits for a step of the thread
         with self._stepping():
             self._end_late_sequences()
-            decision = self._schedule.decide(self._room_to_admit())
+            decision = self._schedule.decide(self._room_to_admit() if self._schedule.waiting else 0)
             if decision.decode:
                 self._decode()
             if decision.prefill is not None:
@@ -244,7 +244,7 @@ class Loop(EngineThread):
 
     def _end_late_sequences(self) -> None:
         now = self.clock()
-        for seq in self.seqs:  # one that continues a document has a first token in any case
+        for seq in list(self._seqs.values()):  # one that continues a document has a first token in any case
             if seq.request.deadline is not None and now >= seq.request.deadline and seq.prefix is None:
                 self._end(seq, "deadline")
 
@@ -276,11 +276,10 @@ class Loop(EngineThread):
     def _room_to_admit(self) -> int:
         """Pages that could be reserved; where that cannot be told, the sequences that wait for them end with the
         reason, and the others go on."""
-        waiting = self._schedule.waiting
         try:
-            return self.pages.room(self.seqs) if waiting else 0
+            return self.pages.room(self.seqs)
         except Exception as error:
-            for key in waiting:
+            for key in self._schedule.waiting:
                 failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
                 failure.__cause__ = error
                 self._end(self._seqs[key], "error", failure)
@@ -442,7 +441,8 @@ class Loop(EngineThread):
         if not self._schedule.running:
             return False
         self._decode()
-        self.after_step()
+        if self.after_step is not None:
+            self.after_step()
         return True
 
     def _look_again(self) -> None:
@@ -471,7 +471,9 @@ class Loop(EngineThread):
             return self._groups([seq for seq in seqs if not seq.is_ended])
 
     def _decode_together(self, group: abc.Sequence[Sequence]) -> None:
-        counted = [None if seq.steps is not None or seq.cache is None else seq.cache.stats.snapshot() for seq in group]
+        counted = [
+            None if seq.steps is not None or seq.cache is None else seq.cache.run.stats.snapshot() for seq in group
+        ]
         before = [seq.num_cached for seq in group]
         try:
             if group[0].decoder is not None:
@@ -510,7 +512,7 @@ class Loop(EngineThread):
         assert seq.cache is not None
         try:
             seq.state = "decoding"
-            seq.token, reason = seq.output.take(logits, seq.cache.stats.probe_s)
+            seq.token, reason = seq.output.take(logits, seq.cache.run.stats.probe_s)
             if reason:
                 self._end(seq, reason)
         except Exception as error:

@@ -156,7 +156,7 @@ class Schedule:
         Args:
             room: pages that could be reserved now, free ones and those that the prefix cache would give up.
         """
-        requests = self._candidates(room)
+        requests = self._candidates(room) if self._waiting or self._prefilling else {}
         coming = {request.call for request in requests.values()} - {None}
         self._held = {key for key, account in self._decoding.items() if account.decoding[key].call in coming}
         if not requests or (self._must_decode and self.running):

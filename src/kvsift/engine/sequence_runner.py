@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -63,7 +63,6 @@ class SequenceRunner:
         self._pools: dict[
             int, KVPool
         ] = {}  # by page size, of sequences whose pages are of another size than the loop's
-        self._fused_model: FusedModel | None = None
 
     @property
     def is_steady(self) -> bool:
@@ -139,7 +138,7 @@ class SequenceRunner:
         if seqs[0].steps is not None:
             group: Group[Any] = seqs[0].steps
             return group.step(seqs)
-        fused, caches = self._fused(), [seq.cache for seq in seqs if seq.cache is not None]
+        fused, caches = self._fused, [seq.cache for seq in seqs if seq.cache is not None]
         if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
             return [self._runner.feed(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
         return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
@@ -201,7 +200,7 @@ class SequenceRunner:
         return Checked(proposed, following, drafted - started, perf_counter() - drafted)
 
     def _drafts(self, seq: Sequence, count: int) -> list[int]:
-        fused, cache, token, drafts = self._fused(), seq.cache, seq.token, list[int]()
+        fused, cache, token, drafts = self._fused, seq.cache, seq.token, list[int]()
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert cache is not None
         cache.run.exact = ""
@@ -209,6 +208,8 @@ class SequenceRunner:
             for ahead in range(count):
                 logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := seq.output.foresee(logits, ahead))
+                if token in seq.request.ends or token in seq.request.stop_ids:
+                    break  # nothing follows it
         except InputError as error:
             if str(error) != NOT_FINITE:
                 raise  # else the verification finds what is wrong with the token, and says which one it is
@@ -218,7 +219,7 @@ class SequenceRunner:
         return drafts
 
     def _verify(self, seq: Sequence, tokens: abc.Sequence[int]) -> abc.Sequence[Tensor]:
-        fused = self._fused()
+        fused = self._fused
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert seq.cache is not None
         assert seq.decoder is not None
@@ -237,7 +238,13 @@ class SequenceRunner:
                 self._begin_steps(seq)
         captured = [[seq for seq in seqs if seq.steps is group] for group in self._groups]
         parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
-        return [*chain(*parts), *self._composed_groups([seq for seq in seqs if seq.steps is None])]
+        composed, joined = [seq for seq in seqs if seq.steps is None], list[Sequence]()
+        if self._fused is not None and self._fused.joins:
+            plans = [seq.request.plan for seq in composed]
+            joins = [plan.can_undo and not plan.wants_hidden for plan in plans]
+            joined = [seq for seq, is_joined in zip(composed, joins) if is_joined and seq.decoder is None]
+        groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
+        return [*chain(*parts), *groups, *([seq] for seq in composed if seq not in joined)]
 
     def _begin_steps(self, seq: Sequence) -> None:
         """Decide whether a sequence takes captured steps, and let it join others."""
@@ -348,16 +355,6 @@ class SequenceRunner:
         room = self.room(kv) if self._runner.fast_path.enabled else 0
         return min(kv.pages.num_pages // 2, (room or 0) // 4)
 
-    def _composed_groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
-        fused = self._fused()
-        if fused is None or not fused.joins:
-            return [[seq] for seq in seqs]
-        plans = [seq.request.plan for seq in seqs]
-        joins = [plan.can_undo and not plan.wants_hidden and seq.decoder is None for seq, plan in zip(seqs, plans)]
-        joined = [seq for seq, is_joined in zip(seqs, joins) if is_joined]
-        groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
-        return [*groups, *([seq] for seq in seqs if seq not in joined)]
-
     def pages_of(self, seq: Sequence) -> int:
         """The most pages' worth of memory that a sequence needs."""
         layers = [layer.layer for layer in self._runner.directory.full_layers]
@@ -379,10 +376,9 @@ class SequenceRunner:
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
         return int(FREE_SHARE * free / max(page_bytes, present, 1))
 
+    @cached_property
     def _fused(self) -> FusedModel | None:
-        if self._fused_model is None:
-            self._fused_model = self._runner.fast_path.fused(self._runner.model)
-        return self._fused_model
+        return self._runner.fast_path.fused(self._runner.model)
 
 
 def _room_behind(seq: Sequence) -> int:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kvsift.errors import Unavailable
 from kvsift.models.inference import inference
+from kvsift.threads import end_team
 
 JOIN_S = 60.0  # for the step that runs when the process ends
 Message = Callable[[], object]
@@ -34,14 +35,14 @@ class EngineThread(ABC):
 
     Attributes:
         after_step: called in the thread after every step, and within one, where sequences decode in the middle of a
-            chunk.
+            chunk; None: nothing is.
         on_fault: called with an exception that no sequence explains; by default all sequences end with it.
         step_started: when the present step began, by ``perf_counter``; None between steps.
     """
 
     def __init__(self, turn: AbstractContextManager[object] | None = None) -> None:
         self._turn = nullcontext() if turn is None else turn
-        self.after_step: Callable[[], None] = _nothing
+        self.after_step: Callable[[], None] | None = None
         self.on_fault: Callable[[BaseException], None] = self._fail
         self.step_started: float | None = None
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
@@ -87,6 +88,7 @@ class EngineThread(ABC):
                 )
                 weakref.finalize(self, self._inbox.put, None).atexit = False
                 _RUNNING.add(self)
+                end_team()  # this thread has loaded the model, and waits from now on
                 self._thread.start()
 
     def stop(self) -> None:
@@ -135,13 +137,6 @@ class EngineThread(ABC):
         finally:
             self.post(steps.close)
 
-    def _waits_for_a_step(self) -> bool:
-        """Wait for a step, if the thread takes it and is another one."""
-        if self._thread is None or self.is_own_thread:
-            return False
-        self.call(_nothing)
-        return True
-
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         """A step, before and after which messages are carried out."""
@@ -152,7 +147,8 @@ class EngineThread(ABC):
                 yield
             finally:
                 self._is_stepping, self.step_started = False, None
-        self.after_step()
+        if self.after_step is not None:
+            self.after_step()
         if self._thread is None:
             self._carry_out()
 
@@ -189,10 +185,6 @@ class EngineThread(ABC):
 _RUNNING: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 _STARTING = Lock()
 END = object()
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _report(function: Callable[[], T], outcome: SimpleQueue[tuple[T | None, BaseException | None]]) -> None:

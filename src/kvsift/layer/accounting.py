@@ -173,37 +173,6 @@ class TokenView(NamedTuple):
     rest: bool = False
 
 
-def count_token(
-    tallies: Sequence[Tally], stop: int, token_bytes: int, view: TokenView | None, select_s: float,
-    estimated: Sequence[float],
-) -> None:  # fmt: skip
-    """As ``Tally.add_dense`` or ``add_sparse`` of the token before ``stop`` in each layer of a step, without a call for
-    each; ``select_s`` is that of all layers together, ``estimated`` the share in each that estimates."""
-    for tally in tallies:
-        tally.queries += 1
-        tally.context_tokens += stop
-        tally.kv_bytes_dense += stop * token_bytes
-    sparse = () if view is None else view.layers
-    for index, tally in enumerate(tallies):
-        if index not in sparse:
-            tally.visible_tokens = tally.visible_tokens + stop
-            tally.kv_bytes_read += stop * token_bytes
-    if view is None:
-        return
-    always, selected = view.sinks_stop + stop - view.window_start, view.num_units * view.candidates.unit_size
-    num_bytes = (always + selected * view.lists) * token_bytes
-    for index in view.layers:
-        tally = tallies[index]
-        tally.sparse_queries += 1
-        tally.visible_tokens = tally.visible_tokens + (always + selected)
-        tally.kv_bytes_read += num_bytes
-        tally.index_bytes_read += view.bytes_read
-        tally.select_s += select_s / len(view.layers)
-    for index, share in zip(view.layers if view.rest else (), estimated, strict=True):
-        tallies[index].estimated_queries += 1
-        tallies[index].estimated += share
-
-
 Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase
 Snapshot = tuple[Tallies, list[Widening], float]  # counters of a cache at some time
 
@@ -240,6 +209,44 @@ class RunStats:
         if tally is None:
             tally = self._tallies[layer, phase] = Tally()
         return tally
+
+    def count_step(
+        self, keys: Sequence[tuple[int, Phase]], start: int, stop: int, token_bytes: int, view: TokenView | None,
+        select_s: float, estimated: Sequence[float],
+    ) -> list[Tally]:  # fmt: skip
+        """As ``Tally.add_dense`` of the tokens from ``start`` to ``stop``, or ``add_sparse`` of the only one under a
+        view, in each layer of a step, without a call for each; returns their counters.
+
+        ``select_s`` is that of all layers together, ``estimated`` the share in each that estimates.
+        """
+        try:
+            tallies = [self._tallies[key] for key in keys]
+        except KeyError:
+            tallies = [self.tally(*key) for key in keys]
+        seen, sparse = (stop, view.layers) if view is not None else (seen_densely(start, stop), ())
+        for tally in tallies:
+            tally.queries += stop - start
+            tally.context_tokens += seen
+            tally.kv_bytes_dense += stop * token_bytes
+        for index, tally in enumerate(tallies):
+            if index not in sparse:
+                tally.visible_tokens = tally.visible_tokens + seen
+                tally.kv_bytes_read += stop * token_bytes
+        if view is None:
+            return tallies
+        always, selected = view.sinks_stop + stop - view.window_start, view.num_units * view.candidates.unit_size
+        num_bytes = (always + selected * view.lists) * token_bytes
+        for index in view.layers:
+            tally = tallies[index]
+            tally.sparse_queries += 1
+            tally.visible_tokens = tally.visible_tokens + (always + selected)
+            tally.kv_bytes_read += num_bytes
+            tally.index_bytes_read += view.bytes_read
+            tally.select_s += select_s / len(view.layers)
+        for index, share in zip(view.layers if view.rest else (), estimated, strict=True):
+            tallies[index].estimated_queries += 1
+            tallies[index].estimated += share
+        return tallies
 
     def snapshot(self) -> Snapshot:
         """All counters, for ``set_back``."""

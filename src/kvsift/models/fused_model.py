@@ -24,7 +24,7 @@ from kvsift.plan.capabilities import reason
 from kvsift.threads import yield_to_others
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
-ANGLES, MOST_BLOCKS = 256, 32  # positions whose angles are computed at once for decode, and how many of these are kept
+ANGLES, MOST_BLOCKS = 256, 32  # starts whose angles are computed at once for decode, and how many of these are kept
 
 
 class FusedModel:
@@ -63,6 +63,7 @@ class FusedModel:
         """
         return self._run(tokens, [cache], phase, pause)
 
+    @torch.inference_mode()
     def decode(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor:
         """Store and attend one generated token of each of several sequences, each as if it had come alone.
 
@@ -75,13 +76,16 @@ class FusedModel:
         Returns:
             Logits [sequences, 1, vocabulary].
         """
-        return self._run(tokens, caches, "decode")
+        logits = None if self.native is None else self.native(tokens, caches)
+        return self._run(tokens, caches, "decode") if logits is None else logits.unsqueeze(1)
 
+    @torch.inference_mode()
     def verify(self, tokens: Tensor, cache: SparseCache) -> Tensor:
         """As ``decode`` of consecutive tokens of one sequence, which are all known; a cache of which ``run.exact``
         attends them in one pass. Up to ``MAX_SEQUENCES``, and logits [tokens, vocabulary].
         """
-        return self._run(tokens, [cache], "decode", all_logits=True)
+        logits = None if self.native is None else self.native(tokens, [cache])
+        return self._run(tokens, [cache], "decode", all_logits=True) if logits is None else logits
 
     @torch.inference_mode()
     def _run(
@@ -94,10 +98,6 @@ class FusedModel:
         if not tokens.is_cuda:
             yield_to_others(len(tokens))
         step, num_new = self._step, len(tokens) // len(caches)
-        if phase == "decode" and num_new == 1 and self.native is not None:
-            logits = self.native(tokens, caches)
-            if logits is not None:
-                return logits if all_logits else logits.unsqueeze(1)
         decode_tokens = num_new if phase == "decode" else 0
         cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
         x = step.embed(tokens)  # [sequences * num_new, hidden]
@@ -123,22 +123,19 @@ class FusedModel:
 
     def _angles_of(self, starts: Sequence[int], num_new: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of ``num_new`` positions from each start on, [positions, head_dim] both."""
-        if num_new == 1:  # the model's own embedding takes as long for one position as for many
-            rows = [self._angles_at(start) for start in starts]
-            return (
-                rows[0]
-                if len(rows) == 1
-                else (torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows]))
-            )
+        if num_new <= MAX_SEQUENCES:
+            cos, sin = zip(*(self._angles_at(start, num_new) for start in starts))
+            return (cos[0], sin[0]) if len(starts) == 1 else (torch.cat(cos), torch.cat(sin))
         positions = [torch.arange(start, start + num_new, device=self._step.device) for start in starts]
         return self._step.angles_of(positions[0] if len(positions) == 1 else torch.cat(positions))
 
-    def _angles_at(self, position: int) -> tuple[Tensor, Tensor]:
-        row, first = position % ANGLES, position - position % ANGLES
+    def _angles_at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """As ``_angles_of``, of few positions: the model's own embedding takes as long for one as for many."""
+        row, first = start % ANGLES, start - start % ANGLES
         if first not in self._angles:
             if len(self._angles) == MOST_BLOCKS:
                 self._angles.clear()
-            positions = torch.arange(first, first + ANGLES, device=self._step.device)
+            positions = torch.arange(first, first + ANGLES + MAX_SEQUENCES, device=self._step.device)
             self._angles[first] = self._step.angles_of(positions)
         cos, sin = self._angles[first]
-        return cos[row : row + 1], sin[row : row + 1]
+        return cos[row : row + count], sin[row : row + count]

@@ -1,4 +1,5 @@
-"""A decode step on a CPU as one call of the compiled core, from the embedding to the logits (csrc/step.hpp).
+"""A decode step on a CPU as one call of the compiled core, from the embedding to the logits (csrc/step.hpp), and a
+verification of drafts.
 
 ``FusedModel`` composes the same step of calls for each product, rotation and attention, and is its specification: the
 core runs the same functions in both, so that logits, keys, summaries and selections have the same bits. What the step
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kvsift.errors import NotFinite
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.layer.accounting import Tally, TokenView, count_token
+from kvsift.layer.accounting import Tally, TokenView
 from kvsift.layer.probe import probe
 from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
@@ -33,11 +34,12 @@ from kvsift.native.sketch_format import SketchLayout, sketch_layout
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
-from kvsift.stores.paged import HostStore, PagedStore, note_token
+from kvsift.stores.paged import HostStore, PagedStore, note_tokens
+from kvsift.threads import yield_to_others
 from kvsift.types import Candidates, Objections, Selection
 
 BOUNDS = "minmax"  # the kind of page summary by which the step ranks pages; SKETCHES are those by which it ranks tokens
-Angles = Callable[[int], tuple[Tensor, Tensor]]
+Angles = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class NativeStep:
@@ -45,7 +47,7 @@ class NativeStep:
 
     Args:
         step: has the weights; there are no ``of_weights`` to it.
-        angles: position -> cosines and sines, each [1, head_dim].
+        angles: first position, number of positions -> cosines and sines, each [positions, head_dim].
     """
 
     of_weights: ClassVar[Objections] = (  # to decoder steps
@@ -119,25 +121,32 @@ class NativeStep:
             )  # fmt: skip
 
     def __call__(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor | None:
-        """Store and attend one generated token of each sequence; logits [sequences, vocabulary]. None, and nothing is
-        done: the step takes some of them not, or not now.
+        """Store and attend one generated token of each sequence, or an equal number of each if they are attended to
+        everything (``SparseRun.exact``); logits [tokens, vocabulary]. None, and nothing is done: the step takes some of
+        them not, or not now.
 
         Raises:
             InputError: if queries that are to rank pages are not finite.
         """
-        ids, sequences = tokens.tolist(), [self._sequence(cache) for cache in caches]
-        if not all(sequences) or not all(0 <= token < self._num_embedded for token in ids):
+        ids, count, ready = tokens.tolist(), len(tokens) // len(caches), list[NativeSequence]()
+        if not all(0 <= token < self._num_embedded for token in ids):
             return None  # a head may have more tokens than the embedding
-        ready: list[NativeSequence] = [sequence for sequence in sequences if sequence is not None]
-        logits = torch.empty(len(caches), self._num_logits, dtype=self._dtype)
-        for sequence in ready:
-            sequence.grow()
+        for cache in caches:
+            sequence = self._sequences.get(cache)
+            if sequence is None or not sequence.is_current:
+                sequence = self._begin(cache)
+            if sequence is None or not sequence.takes_next(count):
+                return None
+            ready.append(sequence)
+        yield_to_others(len(ids))
+        logits = torch.empty(len(ids), self._num_logits, dtype=self._dtype)
         pools = [pool for sequence in ready for pool in sequence.pools]
         for pool in pools:
             pool.lock.acquire()
         try:
-            for sequence, token in zip(ready, ids):
-                sequence.begin(token, *self._angles(sequence.start))
+            for number, sequence in enumerate(ready):
+                own = ids[number * count : (number + 1) * count]
+                sequence.begin(own, *self._angles(sequence.start, count))
             select_s, estimated = core.step(
                 self._decoder, [each.core for each in ready], num_threads(None), logits.data_ptr()
             )
@@ -147,21 +156,19 @@ class NativeStep:
         if select_s < 0:
             raise NotFinite(NOT_FINITE)
         for sequence, shares in zip(ready, estimated):
-            sequence.finish(select_s / len(ready), shares)
+            sequence.finish(count, select_s / len(ready), shares)
         return logits
 
-    def _sequence(self, cache: SparseCache) -> NativeSequence | None:
-        """The sequence of a cache, if the step takes its next token."""
-        sequence = self._sequences.get(cache)
-        if sequence is None or not sequence.is_current:
-            if self._refused.get(cache) is cache.run.plan:
-                return None
-            if reason(cache, self.of_caches):
-                if cache.attentions:  # else it may be taken once it has tokens
-                    self._refused[cache] = cache.run.plan
-                return None
-            sequence = self._sequences[cache] = NativeSequence(cache, self._dtype)
-        return sequence if sequence.takes_next() else None
+    def _begin(self, cache: SparseCache) -> NativeSequence | None:
+        """The sequence of a cache, unless there are objections to it under its plan."""
+        if self._refused.get(cache) is cache.run.plan:
+            return None
+        if reason(cache, self.of_caches):
+            if cache.attentions:  # else it may be taken once it has tokens
+                self._refused[cache] = cache.run.plan
+            return None
+        self._sequences[cache] = NativeSequence(cache, self._dtype)
+        return self._sequences[cache]
 
 
 class NativeSequence:
@@ -201,14 +208,18 @@ class NativeSequence:
         is_same = attention is self._attentions[0] and attention.store is store and store.pool is self.pools[0]
         return is_same and self.run.plan is self._plan and self._layers[0].valid is None
 
-    def takes_next(self) -> bool:
-        """Whether the next token can be attended without Python: what others want to see of it is composed."""
-        first = self._attentions[0]
-        stats, self.start, self._view, self._probed = first.stats, self._stores[0].lengths[0], None, []
-        if self.run.exact or stats.observer is not None:
+    def takes_next(self, count: int) -> bool:
+        """Whether so many next tokens can be attended in a step without Python, for which they get their pages. What
+        others want to see of a step is composed, and so are several tokens of which each selects."""
+        first, store = self._attentions[0], self._stores[0]
+        stats, self.start, self._view, self._probed = first.stats, store.lengths[0], None, []
+        if stats.observer is not None or (count > 1 and not self.run.exact):
             return False
-        rule = self._plan.decode
-        if self._guarded:
+        num_pages = -(-(self.start + count) // store.page_size)
+        if num_pages > -(-self.start // store.page_size):
+            store.table.grow(0, num_pages, -(-store.reserve // store.page_size))
+        rule = None if self.run.exact else self._plan.decode
+        if self._guarded and rule is not None:
             rule = first.guards.rule(0, self.start, rule, stats)
         if rule is not None and self._sparse is not None:
             self._view = self._view_under(rule, self._sparse)
@@ -232,7 +243,7 @@ class NativeSequence:
         if num_units >= candidates.count:
             return None
         per_page = self._stores[0].page_size // candidates.unit_size
-        pages = -(-candidates.stop // per_page) - candidates.first // per_page
+        pages = -(-(candidates.first + candidates.count) // per_page) - candidates.first // per_page
         return sparse._replace(
             sinks_stop=room.sinks_stop, window_start=room.window_start, candidates=candidates, num_units=num_units,
             bytes_read=pages * sparse.bytes_read,
@@ -247,13 +258,8 @@ class NativeSequence:
         counted = [tallies.get(self._keys[index]) for index in sparse]
         return [index for index, tally in zip(sparse, counted) if tally is None or tally.sparse_queries % every == 0]
 
-    def grow(self) -> None:
-        """Give the sequence the page of its next token."""
-        store = self._stores[0]
-        store.table.grow(0, self.start // store.page_size + 1, -(-store.reserve // store.page_size))
-
-    def begin(self, token: int, cos: Tensor, sin: Tensor) -> None:
-        """Tell the core what it does next; the locks of the pools are held."""
+    def begin(self, tokens: list[int], cos: Tensor, sin: Tensor) -> None:
+        """Tell the core what it does next; the locks of the pools are held, and no pool of the step grows any more."""
         table, moves = self._stores[0].table, 0
         needed = table.pool.num_pages
         for pool in self.pools:
@@ -266,7 +272,7 @@ class NativeSequence:
         cos, sin, runs = cos.to(self._dtype).contiguous(), sin.to(self._dtype).contiguous(), table.slot_runs(0, 1)
         self._of_step = cos, sin, runs
         self.core.begin(
-            token, self.start, cos.data_ptr(), sin.data_ptr(), runs.data_ptr(), len(runs), self.pools[0].keys.shape[1]
+            tokens, self.start, cos.data_ptr(), sin.data_ptr(), runs.data_ptr(), len(runs), self.pools[0].keys.shape[1]
         )
         if (view := self._view) is not None:
             self.core.select(
@@ -290,20 +296,17 @@ class NativeSequence:
             rows = [(_address(each), 0 if each is None else each.stride(0)) for each in summaries]
             self.core.add_layer(pool.keys.data_ptr(), pool.values.data_ptr(), pool.keys.stride(0), *rows[0], *rows[1])
 
-    def finish(self, select_s: float, estimated: Sequence[float]) -> None:
-        """Record that the core has stored and attended the token."""
-        stats, stop = self._attentions[0].stats, self.start + 1
-        note_token(self._stores, stop)
+    def finish(self, count: int, select_s: float, estimated: Sequence[float]) -> None:
+        """Record that the core has stored and attended so many tokens."""
+        stats, stop = self._attentions[0].stats, self.start + count
+        note_tokens(self._stores, stop)
         for layer in self._layers:
             layer.columns = stop
-        tallies = stats.tallies
-        try:
-            counted = [tallies[key] for key in self._keys]
-        except KeyError:
-            counted = [stats.tally(layer, "decode") for layer, _ in self._keys]
-        count_token(counted, stop, self._stores[0].token_bytes, self._view, select_s, estimated)
+        tallies = stats.count_step(
+            self._keys, self.start, stop, self._stores[0].token_bytes, self._view, select_s, estimated
+        )
         if self._probed:
-            self._probe(counted)
+            self._probe(tallies)
 
     def _probe(self, tallies: Sequence[Tally]) -> None:
         """Compare the token, which is counted, with exact attention."""

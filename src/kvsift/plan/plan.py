@@ -198,10 +198,10 @@ class Plan:
         """Why sequences of the plan share no pages; None if they do."""
         return next((text for rule in self.rules for text in reasons(rule, rule.not_shared)), None)
 
-    @property
+    @cached_property
     def can_undo(self) -> bool:
         """Whether a sequence can forget its newest tokens, as it must after a step that failed."""
-        return all(rule.method.traits.keeps_all and not rule.evicts for rule in self.rules)
+        return all(rule.traits.keeps_all and not rule.evicts for rule in self.rules)
 
     def evicts_in(self, layer: int) -> bool:
         """Whether a layer evicts tokens for good."""
@@ -230,10 +230,10 @@ class Plan:
         """Whether the budget of decode doubles where it recovers too little (``plan.guard``)."""
         return self.decode is not None and self.decode.budget.min_recovery is not None
 
-    @property
+    @cached_property
     def wants_hidden(self) -> bool:
         """Whether decode selects by queries foreseen from the layer below."""
-        return self.decode is not None and self.decode.method.traits.wants_hidden
+        return self.decode is not None and self.decode.traits.wants_hidden
 
     def skipped_nothing(self, phase: Phase) -> str:
         """The warning for a phase that should have been sparse and read everything."""

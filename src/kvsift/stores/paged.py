@@ -274,9 +274,9 @@ class PagedStore(Store):
                 self.pool.summaries[kind][:, places] = rows.to(self.pool.summaries[kind].device)
 
 
-def note_token(stores: Sequence[PagedStore], length: int) -> None:
-    """Record that the last of ``length`` tokens of the only sequence was written in each layer, with the summary of its
-    page if that is full now: as ``append`` without a call for each layer."""
+def note_tokens(stores: Sequence[PagedStore], length: int) -> None:
+    """Record that the only sequence has ``length`` tokens in each layer, the last ones written with the summaries of
+    pages that are full now: as ``append`` without a call for each layer."""
     is_open = length % stores[0].page_size > 0
     for store in stores:
         store.lengths[0] = length

@@ -95,11 +95,12 @@ class ExactDecoder:
         """Note how many of the proposed tokens were accepted, the seconds spent, whether one was refused, and how many
         were proposed at most in the sequences of the step."""
         pace, report, proposed = self.pace, self.report, len(proposal.tokens)
+        tried = accepted + is_wrong  # nothing is known of what follows a wrong token, or the end of the answer
         if proposal.repeat:
-            pace.note_repeats(proposal.repeat, proposed, accepted)
+            pace.note_repeats(proposal.repeat, tried, accepted)
             report.repeated, report.repeats_accepted = report.repeated + proposed, report.repeats_accepted + accepted
         elif proposed:
-            pace.note_drafts(proposed, accepted, draft_s)
+            pace.note_drafts(tried, accepted, draft_s / proposed)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
             report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
         if proposed or (not most and (self.is_paused or not self._learns)):  # else it was no dense step

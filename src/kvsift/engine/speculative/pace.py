@@ -174,15 +174,15 @@ class Pace:
         drafts = known.drafts._replace(tokens=min(known.drafts.tokens, most))
         return max(drafts, best) if drafts.tokens else best
 
-    def note_drafts(self, drafts: int, accepted: int, seconds: float) -> None:
-        """So many were accepted, and drafting took so long."""
+    def note_drafts(self, tried: int, accepted: int, seconds: float) -> None:
+        """Of so many, so many were accepted, and drafting one took so long."""
         for rate in (self._drafted, self.measured.drafted):
-            rate.note(accepted, drafts)
-        self.measured.draft.note(seconds / drafts)
+            rate.note(accepted, tried)
+        self.measured.draft.note(seconds)
 
-    def note_repeats(self, repeat: int, tokens: int, accepted: int) -> None:
-        """So many of the tokens after a repeat of this length were accepted."""
-        self._rate(repeat).note(accepted, tokens)
+    def note_repeats(self, repeat: int, tried: int, accepted: int) -> None:
+        """Of so many tokens after a repeat of this length, so many were accepted."""
+        self._rate(repeat).note(accepted, tried)
 
     def note_verified(self, tokens: int, seconds: float) -> None:
         """A verification of so many tokens took so long."""
