@@ -10,6 +10,7 @@ from contracts.harness import Runner, assert_same_answer, draw_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_retrieval_attention import SHAPE, SINKS, WINDOW, needs_core, plan, reference
+from refusals import refused
 
 from kvsift.indexes import auto, trial
 from kvsift.indexes.auto import AutoIndex
@@ -173,3 +174,9 @@ def test_what_learns_from_keys_alone_wants_no_queries() -> None:
     rule = parse_plan("retrieval_attention:block=16384").decode
     assert rule is not None
     assert rule.method.block == 16384
+
+
+@needs_core
+def test_the_paper_has_no_blocks() -> None:
+    with refused("conflict: block"):
+        RetrievalAttention(block=64, compat="paper")
