@@ -208,8 +208,8 @@ class SequenceRunner:
             for ahead in range(count):
                 logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := seq.output.foresee(logits, ahead))
-                if token in seq.request.ends or token in seq.request.stop_ids:
-                    break  # nothing follows it
+                if token in seq.request.ending_tokens:
+                    break
         except InputError as error:
             if str(error) != NOT_FINITE:
                 raise  # else the verification finds what is wrong with the token, and says which one it is
@@ -224,7 +224,10 @@ class SequenceRunner:
         assert seq.cache is not None
         assert seq.decoder is not None
         seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
-        return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
+        fed = [seq.token, *tokens]
+        if fed[-1] in seq.request.ending_tokens:
+            fed.pop()  # what would follow it is of no use
+        return list(fused.verify(torch.tensor(fed), seq.cache))
 
     def undo(self, seq: Sequence) -> None:
         if seq.steps is None and seq.cache is not None:
