@@ -224,10 +224,9 @@ class SequenceRunner:
         assert seq.cache is not None
         assert seq.decoder is not None
         seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
-        fed = [seq.token, *tokens]
-        if fed[-1] in seq.request.ending_tokens:
-            fed.pop()  # what would follow it is of no use
-        return list(fused.verify(torch.tensor(fed), seq.cache))
+        if tokens and tokens[-1] in seq.request.ending_tokens:
+            tokens = tokens[:-1]  # what would follow it is of no use
+        return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
     def undo(self, seq: Sequence) -> None:
         if seq.steps is None and seq.cache is not None:
