@@ -57,9 +57,9 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again_ever_more_rarely() -> 
 def test_the_end_of_an_answer_is_no_wrong_draft() -> None:
     pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.001, accepted=7, offered=7)
     decoder, share = ExactDecoder([3, 4, 5], pace), pace.drafted_share
-    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, False, 3)
+    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, False, 4)
     assert pace.drafted_share >= share
-    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, True, 3)
+    decoder.learn(Proposal([6, 7, 8], drafts=3), 2, 0.003, 0.011, True, 4)
     assert pace.drafted_share < share
     assert pace.measured.draft.seconds == pytest.approx(0.001)
 
@@ -92,15 +92,15 @@ def test_a_dense_step_that_was_slow_once_is_measured_again() -> None:
 def test_the_time_of_a_dense_step_is_of_steps_that_are_dense_and_teach_nothing(learns: bool) -> None:
     decoder = ExactDecoder([1, 2], begun(), repeats=False, learns=learns)
     verify = decoder.pace.measured.verify
-    decoder.learn(decoder.propose(3, 0, False), 0, 0.0, 0.010, False, 0)
+    decoder.learn(decoder.propose(3, 0, False), 0, 0.0, 0.010, False, 1)
     assert verify[1].seconds == 0.010, "it rests until this is known"
-    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 7)
+    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 8)
     assert verify[1].seconds == 0.010, "another row has proposed tokens"
     decoder.propose(4, 0, False)
     assert not decoder.is_paused
-    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 0)
+    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 1)
     assert (verify[1].seconds == 0.010) == learns
-    decoder.learn(Proposal([5, 6]), 2, 0.002, 0.030, False, 4)
+    decoder.learn(Proposal([5, 6]), 2, 0.002, 0.030, False, 5)
     assert verify.keys() == {1, 5}, "a step takes as long as its longest row"
 
 

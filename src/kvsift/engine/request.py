@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -63,6 +64,11 @@ class Request:
         if self.settings is None or not self.settings.applied:
             return chooser
         return ConstrainedChooser(chooser, self.settings, self.ids, self.max_new_tokens, device)
+
+    @cached_property
+    def ending_tokens(self) -> frozenset[int]:
+        """Tokens that end the text, whoever has named them."""
+        return frozenset((*self.ends, *self.stop_ids))
 
     @property
     def length(self) -> int:

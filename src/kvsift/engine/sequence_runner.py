@@ -208,8 +208,8 @@ class SequenceRunner:
             for ahead in range(count):
                 logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := seq.output.foresee(logits, ahead))
-                if token in seq.request.ends or token in seq.request.stop_ids:
-                    break  # nothing follows it
+                if token in seq.request.ending_tokens:
+                    break
         except InputError as error:
             if str(error) != NOT_FINITE:
                 raise  # else the verification finds what is wrong with the token, and says which one it is
@@ -224,6 +224,8 @@ class SequenceRunner:
         assert seq.cache is not None
         assert seq.decoder is not None
         seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
+        if tokens and tokens[-1] in seq.request.ending_tokens:
+            tokens = tokens[:-1]  # what would follow it is of no use
         return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
     def undo(self, seq: Sequence) -> None:

@@ -87,7 +87,7 @@ class Transcript:
         that is certain."""
         request = self.request
         self.times.append(time)
-        if token in request.ends or token in request.stop_ids:
+        if token in request.ending_tokens:
             self.done = True
             return self._new_text() if request.stops or request.streamed else ""
         self.new_ids.append(token)

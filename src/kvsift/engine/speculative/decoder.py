@@ -93,7 +93,7 @@ class ExactDecoder:
         self, proposal: Proposal, accepted: int, draft_s: float, verify_s: float, is_wrong: bool, most: int
     ) -> None:
         """Note how many of the proposed tokens were accepted, the seconds spent, whether one was refused, and how many
-        were proposed at most in the sequences of the step."""
+        tokens were verified at most in the sequences of the step."""
         pace, report, proposed = self.pace, self.report, len(proposal.tokens)
         tried = accepted + is_wrong  # nothing is known of what follows a wrong token, or the end of the answer
         if proposal.repeat:
@@ -103,8 +103,9 @@ class ExactDecoder:
             pace.note_drafts(tried, accepted, draft_s / proposed)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
             report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
-        if proposed or (not most and (self.is_paused or not self._learns)):  # else it was no dense step
-            pace.note_verified(most + 1, verify_s)
+        was_dense = most == 1 and (self.is_paused or not self._learns)
+        if was_dense or (proposed and most > 1):
+            pace.note_verified(most, verify_s)
         report.verified[proposed] += 1
         report.verify_s += verify_s
         report.is_paused = pace.measured.is_paused

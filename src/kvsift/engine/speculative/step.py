@@ -26,7 +26,8 @@ class Checked(NamedTuple):
 
     Attributes:
         proposed: tokens of each sequence, those that it has drafted.
-        following: what follows the last token of each sequence, and each proposed one.
+        following: what follows the last token of each sequence, and each proposed one, but perhaps a last one that ends
+            the answer.
         draft_s, verify_s: seconds; captures count nowhere.
     """
 
@@ -74,7 +75,7 @@ def step_exactly(
     checked = model.check(seqs, proposals)
     drafted = (len(tokens) for tokens, proposal in zip(checked.proposed, proposals) if proposal.drafts)
     draft_s = checked.draft_s / max(drafted, default=1)  # all sequences draft at once
-    most_proposed = max(map(len, checked.proposed))
+    most_verified = max(map(len, checked.following))
     each_checked = zip(seqs, decoders, proposals, checked.proposed, checked.following, strict=True)
     for seq, decoder, proposal, proposed, following in each_checked:
         accepted, token = 0, None
@@ -85,6 +86,6 @@ def step_exactly(
             accepted += 1
         is_wrong = token is not None and accepted < len(proposed)
         learned = proposal._replace(tokens=proposed)
-        decoder.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong, most_proposed)
+        decoder.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong, most_verified)
         if token is not None:
             model.undo(seq)
