@@ -4,21 +4,28 @@ Every program computes some outputs and reads their weights once. One row is mul
 thread with its own part of the sum, and an RMS norm of it is free: the loop also sums its squares, and the products are
 scaled at the end. Up to 32 rows go through tensor cores together. What a row gets there does not depend on how many
 there are: each of its products is summed in the same order, 16 inputs at a time, whatever the tile.
+
+Weights are of the rows' dtype, or 8-bit floats with scales. These are converted exactly, and only read faster; what
+they are multiplied with stays in 16 bits. Scales of outputs are applied once, to the products, and those of blocks of
+inputs to the sum of each block.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.rms_norm import rms_norm
-from kvsift.kernels.triton_shim import jit, runs_on_triton, tl, triton
+from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.kernels.triton_shim import constant, jit, runs_on_triton, tl, triton
 
 MAX_ROWS = 32  # two tiles of the tensor cores; with more rows, weights are not the only large operand
 HOPPER_BYTES = 232448  # of shared memory for a program
+LANE = constant(8)  # consecutive numbers of a row that a thread loads without tensor cores: 16 bytes
+BLOCK_INS = 128  # inputs of a block with a scale, for which tiles are made
 Norm = tuple[Tensor, float]  # weight [in] and eps of an RMS norm
 
 
@@ -34,8 +41,8 @@ class Tiling(NamedTuple):
 
 
 def in_registers(outs: int, num_warps: int, depth: int) -> Tiling:
-    """Tiling without tensor cores. A thread loads 16 bytes at a time; warps split the inputs, so that a thread has both
-    the rows and the weights of its inputs."""
+    """Tiling without tensor cores. A thread loads 16 bytes at a time (8 of 8-bit weights); warps split the inputs, so
+    that a thread has both the rows and the weights of its inputs."""
     return Tiling(outs, 256 * num_warps, num_warps, depth, dot=False)
 
 
@@ -55,18 +62,41 @@ def choose_tiling(num_out: int, num_in: int, rows: int, steady: bool = False) ->
     return in_registers(4, 2, 4) if num_in < num_out <= 8192 else in_registers(8, 4, 1)
 
 
-def is_skinny(x: Tensor, weight: Tensor) -> bool:
+def choose_scaled_tiling(weight: ScaledWeight, rows: int, steady: bool = False) -> Tiling:
+    """``choose_tiling`` of a weight of 8-bit floats: a tile is as many bytes, so that it has twice the inputs.
+
+    Not measured yet.
+    """
+    tiling = choose_tiling(*weight.shape, rows, steady)
+    if not tiling.dot:
+        return tiling._replace(depth=2 * tiling.depth)
+    # a tile within one block of inputs has one scale per output; and each row the same order of sums
+    return tiling._replace(ins=2 * tiling.ins if weight.scales.shape[1] == 1 else weight.ins)
+
+
+def is_skinny(x: Tensor, weight: Tensor | ScaledWeight) -> bool:
     """Whether the twins take x [rows, in] and weight [out, in]; they are faster than cuBLAS then."""
     return runs_on_triton(x) and 0 < x.shape[0] <= MAX_ROWS and x.stride(1) == 1 and takes_weight(weight, x.dtype)
 
 
-def takes_weight(weight: Tensor, dtype: torch.dtype) -> bool:
+def takes_weight(weight: Tensor | ScaledWeight, dtype: torch.dtype) -> bool:
     """Whether the twins take a weight [out, in], on whatever device, for rows of this dtype."""
+    if isinstance(weight, ScaledWeight):
+        takes_scales = weight.scales.shape[1] == 1 or weight.ins == BLOCK_INS
+        return dtype in (torch.bfloat16, torch.float16) and weight.values.stride(1) == 1 and takes_scales
     return weight.dtype == dtype and dtype in (torch.bfloat16, torch.float16) and weight.stride(1) == 1
 
 
-def product_arguments(x: Tensor, weight: Tensor, norm: Norm | None, tiling: Tiling, pdl: bool) -> dict[str, object]:
+def product_arguments(
+    x: Tensor, weight: Tensor | ScaledWeight, norm: Norm | None, tiling: Tiling | None, steady: bool, pdl: bool
+) -> dict[str, Any]:
     """Return the arguments of a kernel that calls ``row_products``; rows for tensor cores are normalised here."""
+    values, scaled = (weight.values, weight) if isinstance(weight, ScaledWeight) else (weight, None)
+    if tiling is None:
+        rows = x.shape[0]
+        tiling = choose_scaled_tiling(scaled, rows, steady) if scaled else choose_tiling(*weight.shape, rows, steady)
+    scale_ins = 0 if scaled is None or scaled.scales.shape[1] == 1 else scaled.ins
+    assert not tiling.dot or scale_ins % tiling.ins == 0, "a tile has one scale per output"
     if tiling.dot and norm is not None:
         x, norm = rms_norm(x, *norm, pdl=pdl), None
     rows, num_in = x.shape
@@ -74,14 +104,16 @@ def product_arguments(x: Tensor, weight: Tensor, norm: Norm | None, tiling: Tili
     tile, depth = 1, tiling.depth
     if tiling.dot:
         tile = 16 if rows <= 16 else MAX_ROWS
-        stage = tiling.ins * (tiling.outs + tile) * x.element_size()
+        stage = tiling.ins * (tiling.outs * values.element_size() + tile * x.element_size())
         depth = max(1, min(depth, (shared_bytes(x.device.index) if x.is_cuda else HOPPER_BYTES) // stage))
     turn = tiling.ins if tiling.dot else tiling.ins * depth  # inputs per turn of the loop
     return {
-        "x_ptr": x, "weight_ptr": weight, "norm_ptr": norm_weight, "eps": eps, "x_row": x.stride(0),
-        "weight_row": weight.stride(0), "rows": rows, "num_in": num_in, "ROWS": tile, "OUTS": tiling.outs,
-        "INS": tiling.ins, "EVEN": num_in % turn == 0, "DOT": tiling.dot, "DEPTH": depth, "PREFETCH": tiling.prefetch,
-        "PDL": pdl, "num_warps": tiling.num_warps, **({"launch_pdl": True} if pdl else {}),
+        "x_ptr": x, "weight_ptr": values, "scale_ptr": scaled and scaled.scales, "norm_ptr": norm_weight, "eps": eps,
+        "x_row": x.stride(0), "weight_row": values.stride(0), "scale_row": scaled.scales.stride(0) if scaled else 0,
+        "rows": rows, "num_in": num_in, "ROWS": tile, "OUTS": tiling.outs, "INS": tiling.ins,
+        "SCALE_OUTS": scaled.outs if scaled else 1, "SCALE_INS": scale_ins, "EVEN": num_in % turn == 0,
+        "DOT": tiling.dot, "DEPTH": depth, "PREFETCH": tiling.prefetch, "PDL": pdl,
+        "num_warps": tiling.num_warps, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
 
 
@@ -93,9 +125,9 @@ def shared_bytes(device: int) -> int:
 
 @jit
 def row_products(
-    x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in, outs, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, outs, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr,
+    DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, OUTS]: rows of x times the weights of ``outs`` [OUTS]; a row in registers may be normalised."""
     weights = weight_ptr + outs.to(tl.int64) * weight_row  # [OUTS]
@@ -105,10 +137,23 @@ def row_products(
             prefetch(weights, num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
-    if DOT:
-        products = dot_products(x_ptr, weights, x_row, rows, num_in, ROWS, OUTS, INS, EVEN, DEPTH)
+    if scale_ptr is None:
+        if DOT:
+            products = dot_products(x_ptr, weights, None, x_row, rows, num_in, ROWS, OUTS, INS, 0, EVEN, DEPTH)
+        else:
+            products = sum_products(x_ptr, weights, norm_ptr, eps, num_in, OUTS, INS, EVEN, DEPTH)
     else:
-        products = sum_products(x_ptr, weights, norm_ptr, eps, num_in, OUTS, INS, EVEN, DEPTH)
+        scales = scale_ptr + outs // SCALE_OUTS * scale_row  # [OUTS]
+        if DOT:
+            products = dot_products(
+                x_ptr, weights, scales, x_row, rows, num_in, ROWS, OUTS, INS, SCALE_INS, EVEN, DEPTH
+            )
+        else:
+            products = sum_scaled_products(
+                x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
+            )
+        if SCALE_INS == 0:
+            products *= tl.load(scales)[None, :]
     return products
 
 
@@ -137,9 +182,42 @@ def sum_products(
 
 
 @jit
-def dot_products(
-    x_ptr, weights, x_row, rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+def sum_scaled_products(
+    x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_INS: tl.constexpr,
     EVEN: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One row and 8-bit weights: 8 consecutive ones are summed first, in one thread, and have one scale.
+
+    The last axis keeps the loads of a row and of the weights alike, though a number of the row has two bytes: threads
+    would have to exchange them otherwise.
+    """
+    LANES: tl.constexpr = DEPTH * INS // LANE
+    lane = tl.arange(0, LANES)[None, :]
+    i = lane[:, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+    weights = weights[:, None, None]
+    total = tl.zeros((OUTS, LANES), tl.float32)
+    squares = tl.zeros((1, LANES), tl.float32)
+    for start in range(0, num_in, DEPTH * INS):
+        inside = i < num_in - start
+        w = load(weights + (start + i), inside, EVEN)
+        x = load(x_ptr + (start + i), inside, EVEN).to(tl.float32)
+        if norm_ptr is not None:
+            squares += tl.sum(x * x, 2)
+            x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
+        sums = tl.sum(x * w.to(tl.float16).to(tl.float32), 2)
+        if SCALE_INS > 0:
+            sums *= load(scales[:, None] + (start + lane * LANE) // SCALE_INS, lane * LANE < num_in - start, EVEN)
+        total += sums
+    products = tl.sum(total, 1)
+    if norm_ptr is not None:
+        products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)
+    return products[None, :]
+
+
+@jit
+def dot_products(
+    x_ptr, weights, scales, x_row, rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     row, i = tl.arange(0, ROWS)[:, None], tl.arange(0, INS)[None, :]
     x_rows, weights = x_ptr + row * x_row, weights[:, None]
@@ -148,7 +226,13 @@ def dot_products(
         inside = i < num_in - start
         w = load(weights + (start + i), inside, EVEN)
         x = tl.load(x_rows + (start + i), mask=(row < rows) & inside, other=0.0)
-        products = tl.dot(x, tl.trans(w), products)
+        if scales is not None:
+            # not at once: ptxas converts float16 to bfloat16 at a quarter of this speed (Hopper, Triton 3.9)
+            w = w.to(tl.float16).to(tl.float32).to(x.dtype)
+        if SCALE_INS > 0:
+            products += tl.dot(x, tl.trans(w)) * tl.load(scales + start // SCALE_INS)[None, :]
+        else:
+            products = tl.dot(x, tl.trans(w), products)
     return products
 
 
@@ -161,8 +245,9 @@ def load(pointers, inside, ALL: tl.constexpr):
 
 @jit
 def prefetch(weights, num_in, COUNT: tl.constexpr):
-    """Prefetch the first COUNT weights of every output into the L2 cache, by lines of 128 bytes (64 weights)."""
-    lines = tl.minimum(tl.arange(0, COUNT // 64) * 64, num_in - 1)
+    """Prefetch the first COUNT weights of every output into the L2 cache, by lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    lines = tl.minimum(tl.arange(0, COUNT // LINE) * LINE, num_in - 1)
     addresses = (weights[:, None] + lines[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
