@@ -109,6 +109,12 @@ class ModelRunner(Uncopied):
         return self._model
 
     @property
+    def precision(self) -> str:
+        """Name of the dtype, and the format of weights that have been rounded to another."""
+        has_fp8 = self.directory.fp8 is not None or self.directory.quantize is not None
+        return str(self.dtype).removeprefix("torch.") + (", fp8 weights" if has_fp8 else "")
+
+    @property
     def generation_settings(self) -> GenerationSettings:
         """What the model's generation_config.json asks for."""
         model = self.model

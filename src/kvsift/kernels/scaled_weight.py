@@ -82,6 +82,11 @@ def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies 8-bit floats by scales of rows and outputs: Hopper and later."""
+    return HAVE_TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def expand_reference(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
     num_out, num_in = weight.shape
     scales = weight.scales.repeat_interleave(weight.outs, 0)[:num_out]
@@ -168,11 +173,10 @@ def full_product(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None =
 
 
 def rounds_rows(x: Tensor, weight: ScaledWeight) -> bool:
-    """Whether ``full_product`` multiplies 8-bit floats, on Hopper and later: torch takes bfloat16 with one scale per
-    output, and sizes in multiples of 16."""
+    """Whether ``full_product`` multiplies 8-bit floats: torch takes bfloat16 with one scale per output, and sizes in
+    multiples of 16."""
     return (
-        runs_on_triton(x)
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        multiplies_fp8(x.device)
         and x.dtype == torch.bfloat16
         and weight.by_output
         and all(number % 16 == 0 for number in weight.shape)

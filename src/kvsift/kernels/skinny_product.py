@@ -67,7 +67,7 @@ def choose_scaled_tiling(weight: ScaledWeight, rows: int, steady: bool = False) 
 
     Not measured yet.
     """
-    tiling = choose_tiling(*weight.shape, rows, steady)
+    tiling = choose_tiling(weight.shape[0], weight.shape[1], rows, steady)
     if not tiling.dot:
         return tiling._replace(depth=2 * tiling.depth)
     # a tile within one block of inputs has one scale per output; and each row the same order of sums
@@ -92,14 +92,13 @@ def product_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a kernel that calls ``row_products``; rows for tensor cores are normalised here."""
     values, scaled = (weight.values, weight) if isinstance(weight, ScaledWeight) else (weight, None)
+    (rows, num_in), num_out = x.shape, weight.shape[0]
     if tiling is None:
-        rows = x.shape[0]
-        tiling = choose_scaled_tiling(scaled, rows, steady) if scaled else choose_tiling(*weight.shape, rows, steady)
+        tiling = choose_scaled_tiling(scaled, rows, steady) if scaled else choose_tiling(num_out, num_in, rows, steady)
     scale_ins = 0 if scaled is None or scaled.scales.shape[1] == 1 else scaled.ins
     assert not tiling.dot or scale_ins % tiling.ins == 0, "a tile has one scale per output"
     if tiling.dot and norm is not None:
         x, norm = rms_norm(x, *norm, pdl=pdl), None
-    rows, num_in = x.shape
     norm_weight, eps = norm or (None, 0.0)
     tile, depth = 1, tiling.depth
     if tiling.dot:

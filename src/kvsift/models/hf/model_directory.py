@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -21,10 +22,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,14 +37,21 @@ from transformers.utils import logging as transformers_logging
 from kvsift.checkpoint import weight_files
 from kvsift.errors import InputError, one_line, unknown
 from kvsift.gguf_file import PART, GgufFile, is_gguf
+from kvsift.kernels.scaled_weight import keeps_fp8
 from kvsift.methods import checks
+from kvsift.models.decoder_step import MODEL_TYPES
 from kvsift.models.embedded import embedded_model
+from kvsift.models.hf.fp8_checkpoint import Fp8Checkpoint
+from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.packed_linear import can_stay_packed, put_packed
+from kvsift.models.scaled_linear import put_scaled, round_linears
 
 log = logging.getLogger("kvsift")
+QUANTIZE = ("fp8",)
+STAY = "They stay on NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -93,8 +103,10 @@ class ModelDirectory:
         path: the directory or file.
         config: its transformers configuration, of the text decoder.
         num_weight_bytes: size of the weight files; of a GGUF file, of its weights once they are expanded.
-        is_quantised: whether the weights keep the format of the files, whatever the dtype.
+        is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
+        fp8: 8-bit weights that kvsift reads itself, or None.
+        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded.
     """
 
     path: Path
@@ -102,6 +114,8 @@ class ModelDirectory:
     num_weight_bytes: int
     is_quantised: bool = False
     gguf: GgufFile | None = None
+    fp8: Fp8Checkpoint | None = None
+    quantize: str | None = None
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
@@ -129,8 +143,9 @@ class ModelDirectory:
                 ) from error
             raise InputError(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
-        is_quantised = getattr(config, "quantization_config", None) is not None
-        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        fp8 = Fp8Checkpoint.of(config, weights, directory / "config.json")
+        is_quantised = fp8 is None and getattr(config, "quantization_config", None) is not None
+        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, fp8=fp8)
         checked._require_layers()
         return checked
 
@@ -146,6 +161,28 @@ class ModelDirectory:
         checked = cls(file.path, config, num_numbers * config.dtype.itemsize, gguf=file)
         checked._require_layers()
         return checked
+
+    def quantized(self, quantize: str | None) -> ModelDirectory:
+        """The same directory, with its linear weights rounded when they are loaded.
+
+        Raises:
+            InputError: for an unknown format, or weights that are not rounded to it.
+        """
+        if quantize is None:
+            return self
+        if quantize not in QUANTIZE:
+            raise unknown("quantize", str(quantize), QUANTIZE)
+        if self.gguf is not None or self.fp8 is not None or self.is_quantised:
+            raise InputError(
+                f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
+                "it out."
+            )
+        if self.config.model_type not in MODEL_TYPES:
+            raise InputError(
+                f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
+                f"{self.config.model_type}. Leave it out."
+            )
+        return replace(self, quantize=quantize)
 
     def _require_layers(self) -> None:
         try:
@@ -240,8 +277,15 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
+        if self.fp8 is not None:
+            others, stays = self.num_weight_bytes - self.fp8.num_values, keeps_fp8(device, dtype)
+            return others * dtype.itemsize // 2 + self.fp8.num_values * (1 if stays else dtype.itemsize)
         stored = getattr(self.config, "dtype", None)
-        return self.num_weight_bytes * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
+        numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
+        if self.quantize is None or not keeps_fp8(device, dtype):
+            return numbers * dtype.itemsize
+        kept = self.config.vocab_size * self.config.hidden_size * (1 if self.config.tie_word_embeddings else 2)
+        return kept * dtype.itemsize + max(numbers - kept, 0)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
@@ -252,6 +296,7 @@ class ModelDirectory:
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # its report is checked below
+        stays = keeps_fp8(device, dtype)
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             if self.gguf is not None:
@@ -264,6 +309,8 @@ class ModelDirectory:
                 model.config.name_or_path = str(self.path)
                 packed = {name: weight.matrix for name, weight in weights.items() if weight.matrix is not None}
                 put_packed(model, packed, dtype)
+            elif self.fp8 is not None:
+                model, report = self._from_fp8(stays, options)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -273,12 +320,36 @@ class ModelDirectory:
                     device_map={"": device} if self.is_quantised else None,
                     **options,
                 )
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         _check_report(self.path, self._config_file.name, report)
+        if self.is_quantised:
+            log.warning("%s: its quantised weights are multiplied by transformers' own layers", self.path)
+        if (self.fp8 is not None or self.quantize is not None) and not stays:
+            log.warning("%s: 8-bit weights are expanded to %s. %s", self.path, str(dtype).removeprefix("torch."), STAY)
+        if self.fp8 is not None and stays:
+            read = {name: self.fp8.read(name, device) for name in self.fp8.blocks}
+            put_scaled(model, {name.removesuffix(".weight"): weight for name, weight in read.items()})
+        elif self.quantize is not None:
+            round_linears(model, model.get_output_embeddings(), device, dtype)
         return model.eval() if self.is_quantised else model.to(device).eval()
+
+    def _from_fp8(self, stays: bool, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """The model, and transformers' report; where 8-bit weights stay, those of the model are NaN."""
+        assert self.fp8 is not None
+        config = copy(self.config)
+        del config.quantization_config
+        made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        weights = self.fp8.weights(options["dtype"], stays)
+        model, report = made.from_pretrained(None, config=config, state_dict=weights, **options)
+        model.config.name_or_path = str(self.path)
+        if (self.path / GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
+        return model, report
 
 
 def choose_device(name: str) -> torch.device:
