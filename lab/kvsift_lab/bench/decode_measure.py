@@ -24,6 +24,7 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
 from kvsift.models.hf.step import TransformersStep, kind_of_step
+from kvsift.models.scaled_linear import round_linears
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -84,8 +85,10 @@ class DecodeBench(Bench):
         device = machine.require_gpu("decode")
         if recipe.random:
             model = random_model(recipe.model, device, torch.bfloat16)
+            if recipe.quantize is not None:
+                round_linears(model, model.get_output_embeddings(), device, torch.bfloat16)
         else:
-            directory = ModelDirectory.check(recipe.model)
+            directory = ModelDirectory.check(recipe.model).quantized(recipe.quantize)
             model = directory.load(device, choose_dtype("auto", device, directory.config))
         return cls(recipe, model, step_of(model))
 
