@@ -126,7 +126,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
-    scales = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp_min(LEAST_SCALE)
+    # a product: torch divides by a number on a GPU otherwise than on a CPU
+    scales = (wide.abs().amax(1, keepdim=True) * (1 / LARGEST)).clamp_min(LEAST_SCALE)
     return (wide / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
 
 
@@ -135,17 +136,18 @@ def round_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = x.new_empty(rows, num_in, dtype=FP8), x.new_empty(rows, 1, dtype=torch.float32)
     tile = power_of_two(num_in)
     _round_rows_kernel[(rows,)](
-        x, values, scales, x.stride(0), num_in, LARGEST, LEAST_SCALE, TILE=tile, num_warps=min(16, max(4, tile // 1024))
-    )
+        x, values, scales, x.stride(0), num_in, LARGEST, 1 / LARGEST, LEAST_SCALE, TILE=tile,
+        num_warps=min(16, max(4, tile // 1024)),
+    )  # fmt: skip
     return values, scales
 
 
 @jit
-def _round_rows_kernel(x_ptr, values_ptr, scales_ptr, x_row, num_in, largest, least, TILE: tl.constexpr):
+def _round_rows_kernel(x_ptr, values_ptr, scales_ptr, x_row, num_in, largest, inverse, least, TILE: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     inside = i < num_in
     x = tl.load(x_ptr + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), largest), least)
+    scale = tl.maximum(tl.max(tl.abs(x), 0) * inverse, least)
     values = tl.minimum(tl.maximum(tl.div_rn(x, scale), -largest), largest)
     tl.store(values_ptr + row * num_in + i, values.to(values_ptr.dtype.element_ty), mask=inside)
     tl.store(scales_ptr + row, scale)
