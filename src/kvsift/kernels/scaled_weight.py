@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from kvsift.kernels.triton_shim import HAVE_TRITON, jit, power_of_two, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import HAVE_TRITON, jit, power_of_two, tl, triton
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # finite number of FP8
@@ -55,7 +56,7 @@ class ScaledWeight:
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in], rounded to a dtype once."""
-        if runs_on_triton(self.values):
+        if converts_fp8(self.values.device):
             return expand_triton(self, dtype)
         return expand_reference(self, dtype)
 
@@ -71,20 +72,24 @@ def shared_outs(weights: Sequence[ScaledWeight]) -> int:
     return gcd(*(weight.outs for weight in weights), *(len(weight.values) for weight in weights[:-1]))
 
 
-def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights stay in 8 bits on a device, with rows of a dtype: it converts them in hardware (Ada, Hopper and
-    later)."""
-    return (
-        HAVE_TRITON
-        and device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-    )
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels convert 8-bit floats on a device: Ada, Hopper and later do so in hardware."""
+    return HAVE_TRITON and _capability(device) >= (8, 9)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a device multiplies 8-bit floats by scales of rows and outputs: Hopper and later."""
-    return HAVE_TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return HAVE_TRITON and _capability(device) >= (9, 0)
+
+
+def keeps_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether weights stay in 8 bits on a device, with rows of a dtype."""
+    return converts_fp8(device) and dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def expand_reference(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
@@ -121,7 +126,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Values float8_e4m3fn [rows, in] and scales float32 [rows, 1]: the largest number of a row becomes 448.
     """
-    return round_rows_triton(x) if runs_on_triton(x) else round_rows_reference(x)
+    return round_rows_triton(x) if converts_fp8(x.device) else round_rows_reference(x)
 
 
 def round_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
