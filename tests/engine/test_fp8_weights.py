@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rounded(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with its weights rounded in the files."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    round_linears(model, model.lm_head, CPU, torch.float32)
+    round_linears(model, CPU, torch.float32)
     folder = tmp_path_factory.mktemp("rounded")
     model.save_pretrained(folder)
     write_tokenizer(folder)
@@ -96,14 +96,18 @@ def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 
 
-def test_weights_are_counted_with_one_byte_where_they_stay(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = ModelDirectory.check(directory)
-    assert plain.quantized("fp8").weight_bytes(CPU, torch.bfloat16) == plain.weight_bytes(CPU, torch.bfloat16)
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_head"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_with_one_byte_where_they_stay(
+    tied: bool, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES))
+    assert plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16) == plain.weight_bytes(CPU, torch.bfloat16)
     monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
-    model = plain.quantized("fp8").load(CPU, torch.bfloat16)
+    model = plain.quantized(quantize).load(CPU, torch.bfloat16)
     held = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
-    assert held == pytest.approx(plain.quantized("fp8").weight_bytes(CPU, torch.bfloat16), rel=0.05)
+    assert held == pytest.approx(plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16), rel=0.05)
 
 
 def open_on_gpu(directory: Path, **options: Any) -> LLM:
@@ -176,7 +180,7 @@ def test_exact_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -
 def test_weights_take_half_the_memory(tmp_path: Path) -> None:
     directory = write_model(tmp_path, hidden_size=1024, intermediate_size=4096, head_dim=64, num_attention_heads=16)
     sizes = []
-    for quantize in (None, "fp8"):
+    for quantize in (None, "fp8", "fp8_head"):
         before = torch.cuda.memory_allocated()
         llm = open_on_gpu(directory, quantize=quantize)
         llm.load()
@@ -186,4 +190,4 @@ def test_weights_take_half_the_memory(tmp_path: Path) -> None:
         llm.close()
         del llm
     assert keeps_fp8(torch.device("cuda"), torch.bfloat16)
-    assert sizes[1] < 0.6 * sizes[0]
+    assert sizes[2] < sizes[1] < 0.6 * sizes[0]

@@ -32,7 +32,9 @@ class DecodeRecipe(r.BenchRecipe):
     random: bool = r.option(
         None, MODEL, flag="--model", kind=str | None, value=True, parse=_directory, targets=("model", "random")
     )
-    quantize: str | None = r.option(None, "fp8: weights but the head's are rounded to 8 bits.", kind=str | None)
+    quantize: str | None = r.option(
+        None, "fp8: weights but the head's are rounded to 8 bits; fp8_head: all.", kind=str | None
+    )
     contexts: tuple[int, ...] = r.contexts("32K,128K")
     batches: tuple[int, ...] = r.option("1,4", "Sequences, for instance 1,4.", flag="--batch", parse=r.counts)
     plan: str = r.option("quest:budget=2048", "Plan that is compared with dense.")

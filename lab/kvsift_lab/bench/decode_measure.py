@@ -86,7 +86,7 @@ class DecodeBench(Bench):
         if recipe.random:
             model = random_model(recipe.model, device, torch.bfloat16)
             if recipe.quantize is not None:
-                round_linears(model, model.get_output_embeddings(), device, torch.bfloat16)
+                round_linears(model, device, torch.bfloat16, head=recipe.quantize == "fp8_head")
         else:
             directory = ModelDirectory.check(recipe.model).quantized(recipe.quantize)
             model = directory.load(device, choose_dtype("auto", device, directory.config))

@@ -56,8 +56,8 @@ class LLM(Engine):
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
         quantize: "fp8": linear weights but the head's are rounded to 8-bit floats with a scale per output when they are
-            loaded (Llama, Mistral, Qwen2, Qwen3). They stay so on GPUs from Ada and Hopper on, in 16-bit dtypes, and
-            are expanded elsewhere.
+            loaded (Llama, Mistral, Qwen2, Qwen3); "fp8_head": the head's too. They stay so on GPUs from Ada and Hopper
+            on, in 16-bit dtypes, and are expanded elsewhere.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,

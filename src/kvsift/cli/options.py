@@ -35,7 +35,10 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or 
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
 QuantizeOption = Annotated[
     str | None,
-    typer.Option("--quantize", help="fp8: round linear weights to 8-bit floats when they are loaded, for recent GPUs."),
+    typer.Option(
+        "--quantize",
+        help="fp8: round linear weights to 8-bit floats when they are loaded, for recent GPUs; fp8_head: the head too.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse plan skipped nothing.")]

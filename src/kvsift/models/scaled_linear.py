@@ -76,14 +76,16 @@ def put_scaled(model: nn.Module, weights: Mapping[str, ScaledWeight]) -> None:
         model.set_submodule(name, ScaledLinear(weight, module.bias))
 
 
-def round_linears(model: nn.Module, head: nn.Module | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Round the weights of all linear layers but the head to 8-bit floats with a scale per output, one by one on the
-    device; where they cannot stay so, they are expanded again."""
+def round_linears(model: Any, device: torch.device, dtype: torch.dtype, head: bool = False) -> None:
+    """Round the weights of all linear layers of a transformers model to 8-bit floats with a scale per output, one by
+    one on the device, and those of the head if it is asked for; an embedding that has been tied to it stays. Where they
+    cannot stay so, they are expanded again."""
+    kept = None if head else model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or module is head:
+        if not isinstance(module, nn.Linear) or module is kept:
             continue
         weight = ScaledWeight.of(module.weight.detach().to(device))
         if keeps_fp8(device, dtype):
             put_scaled(model, {name: weight})
         else:
-            module.weight.data = weight.expanded(dtype)
+            module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)

@@ -65,7 +65,7 @@ def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
     model = random_model("tiny", torch.device("cpu"), torch.bfloat16)
     before = weight_bytes(model)
-    round_linears(model, model.lm_head, torch.device("cpu"), torch.bfloat16)
+    round_linears(model, torch.device("cpu"), torch.bfloat16)
     linears = [module for module in model.modules() if isinstance(module, ScaledLinear)]
     saved = sum(module.values.numel() - 4 * module.out_features for module in linears)
     assert len(linears) == 7 * model.config.num_hidden_layers

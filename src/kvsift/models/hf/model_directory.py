@@ -50,7 +50,7 @@ from kvsift.models.packed_linear import can_stay_packed, put_packed
 from kvsift.models.scaled_linear import put_scaled, round_linears
 
 log = logging.getLogger("kvsift")
-QUANTIZE = ("fp8",)
+QUANTIZE = "fp8", "fp8_head"
 STAY = "They stay on NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -106,7 +106,8 @@ class ModelDirectory:
         is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
         fp8: 8-bit weights that kvsift reads itself, or None.
-        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded.
+        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded; "fp8_head": the
+            head's too.
     """
 
     path: Path
@@ -284,8 +285,11 @@ class ModelDirectory:
         numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
         if self.quantize is None or not keeps_fp8(device, dtype):
             return numbers * dtype.itemsize
-        kept = self.config.vocab_size * self.config.hidden_size * (1 if self.config.tie_word_embeddings else 2)
-        return kept * dtype.itemsize + max(numbers - kept, 0)
+        embedding, is_tied = self.config.vocab_size * self.config.hidden_size, self.config.tie_word_embeddings
+        if self.quantize == "fp8_head":
+            return embedding * dtype.itemsize + numbers - (0 if is_tied else embedding)
+        kept = embedding * (1 if is_tied else 2)
+        return kept * dtype.itemsize + numbers - kept
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
@@ -335,7 +339,7 @@ class ModelDirectory:
             read = {name: self.fp8.read(name, device) for name in self.fp8.blocks}
             put_scaled(model, {name.removesuffix(".weight"): weight for name, weight in read.items()})
         elif self.quantize is not None:
-            round_linears(model, model.get_output_embeddings(), device, dtype)
+            round_linears(model, device, dtype, head=self.quantize == "fp8_head")
         return model.eval() if self.is_quantised else model.to(device).eval()
 
     def _from_fp8(self, stays: bool, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
