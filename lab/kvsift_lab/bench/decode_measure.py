@@ -24,7 +24,6 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
 from kvsift.models.hf.step import TransformersStep, kind_of_step
-from kvsift.models.scaled_linear import round_linears
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -84,9 +83,7 @@ class DecodeBench(Bench):
         """
         device = machine.require_gpu("decode")
         if recipe.random:
-            model = random_model(recipe.model, device, torch.bfloat16)
-            if recipe.quantize is not None:
-                round_linears(model, device, torch.bfloat16, head=recipe.quantize == "fp8_head")
+            model = random_model(recipe.model, device, torch.bfloat16, quantize=recipe.quantize)
         else:
             directory = ModelDirectory.check(recipe.model).quantized(recipe.quantize)
             model = directory.load(device, choose_dtype("auto", device, directory.config))

@@ -17,10 +17,11 @@ from kvsift_lab.bench.random_models import random_model
 
 from kvsift.errors import InputError
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.scaled_linear import ScaledLinear, round_linears
+from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
+CPU = torch.device("cpu")
 QUEST = "quest:budget=128:window=16:score_by=minmax_fp8"
 SMALL = DecodeRecipe("tiny", contexts=(512, 256), batches=(1, 3), plan=QUEST, steps=3, repeats=2)
 PLAN = parse_plan(QUEST)
@@ -63,9 +64,8 @@ def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -
 
 def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
-    model = random_model("tiny", torch.device("cpu"), torch.bfloat16)
-    before = weight_bytes(model)
-    round_linears(model, torch.device("cpu"), torch.bfloat16)
+    plain, model = (random_model("tiny", CPU, torch.bfloat16, quantize=quantize) for quantize in (None, "fp8"))
+    before = weight_bytes(plain)
     linears = [module for module in model.modules() if isinstance(module, ScaledLinear)]
     saved = sum(module.values.numel() - 4 * module.out_features for module in linears)
     assert len(linears) == 7 * model.config.num_hidden_layers
