@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
-from kvsift.kernels.scaled_weight import ScaledWeight, expand_reference, full_product
-from kvsift.kernels.skinny_product import Norm, Tiling, is_skinny, product_arguments, row_products
+from kvsift.kernels.scaled_weight import full_product
+from kvsift.kernels.skinny_product import Norm, Tiling, Weight, is_skinny, product_arguments, row_products
 from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
 
 def gated_linear(
-    x: Tensor, gate_up: Tensor | ScaledWeight, *, norm: Norm | None = None, steady: bool = False, pdl: bool = False
+    x: Tensor, gate_up: Weight, *, norm: Norm | None = None, steady: bool = False, pdl: bool = False
 ) -> Tensor:
     """Compute ``silu(gate) * up`` from the two halves of ``rms_norm(x) @ gate_up.T``.
 
     Args:
         x: [rows, in].
-        gate_up: [2 * inter, in], the weights of gate, then those of up; of the dtype of ``x`` or scaled 8-bit floats.
+        gate_up: [2 * inter, in], the weights of gate, then those of up; as that of ``linear``.
         norm: weight [in] and eps of an RMS norm of ``x``.
         steady: see ``linear``.
         pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
@@ -38,8 +38,8 @@ def gated_linear(
     return gated_linear_reference(x, gate_up)
 
 
-def gated_linear_reference(x: Tensor, gate_up: Tensor | ScaledWeight, *, norm: Norm | None = None) -> Tensor:
-    gate_up = gate_up if isinstance(gate_up, Tensor) else expand_reference(gate_up, x.dtype)
+def gated_linear_reference(x: Tensor, gate_up: Weight, *, norm: Norm | None = None) -> Tensor:
+    gate_up = gate_up if isinstance(gate_up, Tensor) else gate_up.expanded(x.dtype)
     product = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, gate_up)
     gate, up = product.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
@@ -47,7 +47,7 @@ def gated_linear_reference(x: Tensor, gate_up: Tensor | ScaledWeight, *, norm: N
 
 def gated_linear_triton(
     x: Tensor,
-    gate_up: Tensor | ScaledWeight,
+    gate_up: Weight,
     *,
     norm: Norm | None = None,
     steady: bool = False,
@@ -63,7 +63,7 @@ def gated_linear_triton(
 
 @jit_for_any("rows")
 def _gated_linear_kernel(
-    out_ptr, inter, x_ptr, weight_ptr, scale_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in,
+    out_ptr, inter, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
     EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +71,8 @@ def _gated_linear_kernel(
     pair = tl.arange(0, OUTS)
     known = tl.minimum(tl.program_id(0) * (OUTS // 2) + pair // 2, inter - 1) + pair % 2 * inter
     products = row_products(
-        x_ptr, weight_ptr, scale_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, known, ROWS, OUTS, INS,
-        SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
+        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, known, ROWS,
+        OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be

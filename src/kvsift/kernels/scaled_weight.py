@@ -15,6 +15,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.triton_shim import HAVE_TRITON, jit, power_of_two, tl, triton
 
 FP8 = torch.float8_e4m3fn
@@ -158,7 +159,7 @@ def _round_rows_kernel(x_ptr, values_ptr, scales_ptr, x_row, num_in, largest, in
     tl.store(scales_ptr + row, scale)
 
 
-def full_product(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None = None) -> Tensor:
+def full_product(x: Tensor, weight: Tensor | ScaledWeight | Int4Weight, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias`` of many rows by a library.
 
     Args:
@@ -171,7 +172,7 @@ def full_product(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None =
     """
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight, bias)
-    if not rounds_rows(x, weight):
+    if isinstance(weight, Int4Weight) or not rounds_rows(x, weight):
         return torch.nn.functional.linear(x, weight.expanded(x.dtype), bias)
     values, scales = round_rows(x)
     return torch._scaled_mm(
