@@ -48,13 +48,14 @@ def test_an_answer_is_that_of_the_rounded_weights(
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvsift"):
         found = LLM(directory, QUEST, device="cpu", quantize="fp8").generate(text_of(600), max_new_tokens=12)
-    assert "8-bit weights are expanded to float32. They stay on NVIDIA GPUs" in caplog.text
+    assert "fp8 weights are expanded to float32. They stay on NVIDIA GPUs" in caplog.text
     expected = LLM(rounded, QUEST, device="cpu").generate(text_of(600), max_new_tokens=12)
     assert found.token_ids == expected.token_ids
 
 
 def test_steps_multiply_weights_that_stay(directory: Path, rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
     llm = LLM(directory, QUEST, device="cpu", quantize="fp8", path="eager")
     found = llm.generate([text_of(600), text_of(200)], max_new_tokens=12)
@@ -104,6 +105,7 @@ def test_weights_are_counted_with_one_byte_where_they_stay(
     plain = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES))
     assert plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16) == plain.weight_bytes(CPU, torch.bfloat16)
     monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
     model = plain.quantized(quantize).load(CPU, torch.bfloat16)
     held = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))

@@ -111,8 +111,9 @@ class ModelRunner(Uncopied):
     @property
     def precision(self) -> str:
         """Name of the dtype, and the format of weights that have been rounded to another."""
-        has_fp8 = self.directory.fp8 is not None or self.directory.quantize is not None
-        return str(self.dtype).removeprefix("torch.") + (", fp8 weights" if has_fp8 else "")
+        stored, dtype = self.directory.stored, str(self.dtype).removeprefix("torch.")
+        name = stored.name if stored is not None else "fp8" if self.directory.quantize is not None else ""
+        return f"{dtype}, {name} weights" if name else dtype
 
     @property
     def generation_settings(self) -> GenerationSettings:

@@ -40,6 +40,7 @@ def write(folder: Path, name: str, change: Callable[[dict[str, Any], Tensors], N
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay in 8 bits as on a GPU, and are multiplied by the reference."""
     monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
     monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
 
 
@@ -64,11 +65,11 @@ def test_every_spelling_is_expanded_on_a_cpu(
 ) -> None:
     weights = write_fp8(write_model(tmp_path, family, **SIZES), name)
     directory = ModelDirectory.check(tmp_path)
-    assert directory.fp8 is not None
+    assert directory.stored is not None
     assert not directory.is_quantised
     with caplog.at_level(logging.WARNING, "kvsift"):
         model = directory.load(CPU, torch.float32)
-    assert "8-bit weights are expanded to float32" in caplog.text
+    assert "fp8 weights are expanded to float32" in caplog.text
     torch.testing.assert_close(logits(model), logits(plain_like(tmp_path, weights, family)), rtol=1e-4, atol=1e-4)
 
 
@@ -115,9 +116,9 @@ def test_weights_are_counted_as_they_lie_in_memory(tmp_path: Path) -> None:
 
 def test_weights_that_are_expanded_are_counted_as_such(tmp_path: Path) -> None:
     directory = ModelDirectory.check(write(tmp_path, "channel"))
-    assert directory.fp8 is not None
+    assert directory.stored is not None
     narrow, wide = (directory.weight_bytes(CPU, dtype) for dtype in (torch.bfloat16, torch.float32))
-    assert wide == 2 * narrow > 4 * directory.fp8.num_values
+    assert wide == 2 * narrow > 4 * directory.stored.num_values
 
 
 def lacks_scale(config: dict[str, Any], tensors: Tensors) -> None:
@@ -234,7 +235,7 @@ def test_an_embedding_of_eight_bits_is_refused(tmp_path: Path) -> None:
         )
 
     directory = ModelDirectory.check(write(tmp_path, "channel", spoil))
-    with pytest.raises(InputError, match=r"embed_tokens has 8-bit weights, and is a Embedding"):
+    with pytest.raises(InputError, match=r"embed_tokens has quantised weights, and is a Embedding"):
         directory.load(CPU, torch.float32)
 
 
@@ -264,7 +265,7 @@ def test_scales_of_activations_and_caches_are_left_alone(tmp_path: Path, caplog:
 def test_formats_of_others_are_left_to_transformers(given: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path, "channel", lambda config, _: config.update(quantization_config=given))
     directory = ModelDirectory.check(tmp_path)
-    assert directory.fp8 is None
+    assert directory.stored is None
     assert directory.is_quantised
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvsift.errors import InputError, one_line
-from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8
 from kvsift.kernels.skinny_product import BLOCK_INS
 from kvsift.models.decoder_step import MODEL_TYPES
 
@@ -142,6 +142,22 @@ class Fp8Checkpoint:
     blocks: Mapping[str, Block]
     suffix: str
     num_values: int
+    name = "fp8"
+    needs = "NVIDIA GPUs of compute capability 8.9 or higher"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of 8-bit weights, in the files."""
+        return self.num_values
+
+    @property
+    def shapes(self) -> Iterable[str]:
+        """Names of 8-bit weights."""
+        return self.blocks
+
+    def stays(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether weights stay in 8 bits on a device, with rows of a dtype."""
+        return keeps_fp8(device, dtype)
 
     @classmethod
     def of(cls, config: Any, files: Sequence[Path], config_file: Path) -> Fp8Checkpoint | None:

@@ -46,12 +46,12 @@ from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
+from kvsift.models.hf.int4_checkpoint import Int4Checkpoint
 from kvsift.models.packed_linear import can_stay_packed, put_packed
 from kvsift.models.scaled_linear import put_scaled, round_linears
 
 log = logging.getLogger("kvsift")
 QUANTIZE = "fp8", "fp8_head"
-STAY = "They stay on NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -105,7 +105,7 @@ class ModelDirectory:
         num_weight_bytes: size of the weight files; of a GGUF file, of its weights once they are expanded.
         is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
-        fp8: 8-bit weights that kvsift reads itself, or None.
+        stored: weights of 8 or 4 bits that kvsift reads itself, or None.
         quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded; "fp8_head": the
             head's too.
     """
@@ -115,7 +115,7 @@ class ModelDirectory:
     num_weight_bytes: int
     is_quantised: bool = False
     gguf: GgufFile | None = None
-    fp8: Fp8Checkpoint | None = None
+    stored: Fp8Checkpoint | Int4Checkpoint | None = None
     quantize: str | None = None
 
     @classmethod
@@ -144,9 +144,10 @@ class ModelDirectory:
                 ) from error
             raise InputError(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
-        fp8 = Fp8Checkpoint.of(config, weights, directory / "config.json")
-        is_quantised = fp8 is None and getattr(config, "quantization_config", None) is not None
-        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, fp8=fp8)
+        readers = (each.of(config, weights, directory / "config.json") for each in (Fp8Checkpoint, Int4Checkpoint))
+        stored = next((each for each in readers if each is not None), None)
+        is_quantised = stored is None and getattr(config, "quantization_config", None) is not None
+        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, stored=stored)
         checked._require_layers()
         return checked
 
@@ -173,7 +174,7 @@ class ModelDirectory:
             return self
         if quantize not in QUANTIZE:
             raise unknown("quantize", str(quantize), QUANTIZE)
-        if self.gguf is not None or self.fp8 is not None or self.is_quantised:
+        if self.gguf is not None or self.stored is not None or self.is_quantised:
             raise InputError(
                 f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
                 "it out."
@@ -278,9 +279,10 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
-        if self.fp8 is not None:
-            others, stays = self.num_weight_bytes - self.fp8.num_values, keeps_fp8(device, dtype)
-            return others * dtype.itemsize // 2 + self.fp8.num_values * (1 if stays else dtype.itemsize)
+        if self.stored is not None:
+            expanded = self.stored.num_values * dtype.itemsize
+            own = self.stored.num_bytes if self.stored.stays(device, dtype) else expanded
+            return (self.num_weight_bytes - self.stored.num_bytes) * dtype.itemsize // 2 + own
         stored = getattr(self.config, "dtype", None)
         numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
         if self.quantize is None or not keeps_fp8(device, dtype):
@@ -300,7 +302,7 @@ class ModelDirectory:
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # its report is checked below
-        stays = keeps_fp8(device, dtype)
+        stays = keeps_fp8(device, dtype) if self.stored is None else self.stored.stays(device, dtype)
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             if self.gguf is not None:
@@ -313,8 +315,8 @@ class ModelDirectory:
                 model.config.name_or_path = str(self.path)
                 packed = {name: weight.matrix for name, weight in weights.items() if weight.matrix is not None}
                 put_packed(model, packed, dtype)
-            elif self.fp8 is not None:
-                model, report = self._from_fp8(stays, options)
+            elif self.stored is not None:
+                model, report = self._from_stored(self.stored, stays, options)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -333,22 +335,27 @@ class ModelDirectory:
         _check_report(self.path, self._config_file.name, report)
         if self.is_quantised:
             log.warning("%s: its quantised weights are multiplied by transformers' own layers", self.path)
-        if (self.fp8 is not None or self.quantize is not None) and not stays:
-            log.warning("%s: 8-bit weights are expanded to %s. %s", self.path, str(dtype).removeprefix("torch."), STAY)
-        if self.fp8 is not None and stays:
-            read = {name: self.fp8.read(name, device) for name in self.fp8.blocks}
+        if (self.stored is not None or self.quantize is not None) and not stays:
+            kind = self.stored or Fp8Checkpoint
+            log.warning(
+                "%s: %s weights are expanded to %s. They stay on %s, in bfloat16 or float16", self.path, kind.name,
+                str(dtype).removeprefix("torch."), kind.needs,
+            )  # fmt: skip
+        if self.stored is not None and stays:
+            read = {name: self.stored.read(name, device) for name in self.stored.shapes}
             put_scaled(model, {name.removesuffix(".weight"): weight for name, weight in read.items()})
         elif self.quantize is not None:
             round_linears(model, device, dtype, head=self.quantize == "fp8_head")
         return model.eval() if self.is_quantised else model.to(device).eval()
 
-    def _from_fp8(self, stays: bool, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model, and transformers' report; where 8-bit weights stay, those of the model are NaN."""
-        assert self.fp8 is not None
+    def _from_stored(
+        self, stored: Fp8Checkpoint | Int4Checkpoint, stays: bool, options: dict[str, Any]
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """The model, and transformers' report; where the weights of few bits stay, those of the model are NaN."""
         config = copy(self.config)
         del config.quantization_config
         made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        weights = self.fp8.weights(options["dtype"], stays)
+        weights = stored.weights(options["dtype"], stays)
         model, report = made.from_pretrained(None, config=config, state_dict=weights, **options)
         model.config.name_or_path = str(self.path)
         if (self.path / GENERATION).is_file():
