@@ -268,7 +268,7 @@ def test_captured_answers_are_the_same_alone_together_and_exact(name: str, tmp_p
     llm = LLM(tmp_path, plan, device="cuda", dtype="bfloat16", deterministic=True)
     prompts = [text_of(length) for length in (700, 130, 350)]
     alone = [llm.generate(prompt, plan="dense", max_new_tokens=24) for prompt in prompts]
-    assert {answer.path for answer in alone} == {"captured"}
+    assert all(answer.path.startswith("captured") for answer in alone)
     together = llm.generate(prompts, plan="dense", max_new_tokens=24)
     exact = llm.generate(prompts, max_new_tokens=24, exact=True)
     for answers in (together, exact):
