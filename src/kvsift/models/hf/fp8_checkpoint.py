@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvsift.errors import InputError, one_line
+from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8
 from kvsift.kernels.skinny_product import BLOCK_INS
 from kvsift.models.decoder_step import MODEL_TYPES
@@ -205,7 +206,9 @@ class Fp8Checkpoint:
             if last == self.suffix or last in UNUSED:
                 continue
             stored = self._opened[file].get_slice(name)
-            found[name] = _Expanded(self, name, stored, dtype, stays) if name in self.blocks else stored
+            found[name] = stored
+            if name in self.blocks:
+                found[name] = WeightToRead(partial(self.read, name), stored.get_shape(), dtype, stays)
         return found
 
     def read(self, name: str, device: torch.device) -> ScaledWeight:
@@ -233,19 +236,30 @@ class Fp8Checkpoint:
         return {name: file for file, opened in self._opened.items() for name in opened.keys()}  # noqa: SIM118
 
 
-class _Expanded:
-    """An 8-bit weight that transformers reads by ``weight[...]``, as one of safetensors."""
+class WeightToRead:
+    """A weight of a checkpoint that transformers reads by ``weight[...]``, as one of safetensors; only then is it
+    expanded.
 
-    def __init__(self, checkpoint: Fp8Checkpoint, name: str, stored: Any, dtype: torch.dtype, stays: bool) -> None:
-        self._checkpoint, self._name, self._stored, self._dtype, self._stays = checkpoint, name, stored, dtype, stays
+    Args:
+        read: returns the weight on a device.
+        shape: [out, in].
+        dtype: of the expanded weight.
+        stays: whether it is to be replaced, so that transformers reads NaN without memory.
+    """
+
+    def __init__(
+        self, read: Callable[[torch.device], ScaledWeight | Int4Weight], shape: Sequence[int], dtype: torch.dtype,
+        stays: bool,
+    ) -> None:  # fmt: skip
+        self._read, self._shape, self._dtype, self._stays = read, list(shape), dtype, stays
 
     def get_shape(self) -> list[int]:
-        return list(self._stored.get_shape())
+        return self._shape
 
     def __getitem__(self, _: object) -> Tensor:
         if self._stays:
-            return torch.full((1,), torch.nan, dtype=self._dtype).expand(self.get_shape())
-        return self._checkpoint.read(self._name, torch.device("cpu")).expanded(self._dtype)
+            return torch.full((1,), torch.nan, dtype=self._dtype).expand(self._shape)
+        return self._read(torch.device("cpu")).expanded(self._dtype)
 
 
 def _checked(

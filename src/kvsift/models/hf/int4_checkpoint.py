@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvsift.errors import InputError, one_line
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.models.decoder_step import MODEL_TYPES
+from kvsift.models.hf.fp8_checkpoint import WeightToRead
 
 PER_WORD = 8
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # where a word has the codes of consecutive outputs
@@ -202,7 +203,9 @@ class Int4Checkpoint:
     def weights(self, dtype: torch.dtype, stays: bool) -> dict[str, Any]:
         """As ``Fp8Checkpoint.weights``."""
         *parts, others = PARTS[self.format.kind]
-        found: dict[str, Any] = {name: _Expanded(self, name, dtype, stays) for name in self.shapes}
+        found: dict[str, Any] = {
+            name: WeightToRead(partial(self.read, name), shape, dtype, stays) for name, shape in self.shapes.items()
+        }
         layers = {name.removesuffix(".weight") for name in self.shapes}
         for name, file in self._places.items():
             layer, _, last = name.rpartition(".")
@@ -235,18 +238,3 @@ class Int4Checkpoint:
     @cached_property
     def _places(self) -> dict[str, Path]:
         return {name: file for file, opened in self._opened.items() for name in opened.keys()}  # noqa: SIM118
-
-
-class _Expanded:
-    """A weight of 4 bits that transformers reads by ``weight[...]``, as one of safetensors."""
-
-    def __init__(self, checkpoint: Int4Checkpoint, name: str, dtype: torch.dtype, stays: bool) -> None:
-        self._checkpoint, self._name, self._dtype, self._stays = checkpoint, name, dtype, stays
-
-    def get_shape(self) -> list[int]:
-        return list(self._checkpoint.shapes[self._name])
-
-    def __getitem__(self, _: object) -> Tensor:
-        if self._stays:
-            return torch.full((1,), torch.nan, dtype=self._dtype).expand(self.get_shape())
-        return self._checkpoint.read(self._name, torch.device("cpu")).expanded(self._dtype)
