@@ -15,11 +15,13 @@ from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.append import append_triton
 from kvsift.kernels.gated_linear import gated_linear_triton
+from kvsift.kernels.int4_weight import Int4Weight, expand_int4_triton
 from kvsift.kernels.linear import linear_triton
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_triton
 from kvsift.kernels.rotary_append import qkv_rotary_append_triton
+from kvsift.kernels.scaled_weight import FP8, ScaledWeight, expand_triton, round_rows_triton
 
 
 class Hopper:
@@ -64,11 +66,19 @@ def launch_all(pdl: bool) -> None:
         qkv, angles, angles, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
     )
     rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
+    fp8 = torch.zeros(1000, 512, dtype=FP8)
+    by_output, by_block = ScaledWeight(fp8, torch.ones(1000, 1), 1, 512), ScaledWeight(fp8, torch.ones(8, 4), 128, 128)
+    codes, scales = torch.zeros(1000, 256, dtype=torch.uint8), torch.ones(1000, 4).half()
+    int4 = [Int4Weight(codes, scales, points, 128) for points in (None, scales.to(torch.uint8))]
     for rows in (1, 2, 20):
-        x, weight = zeros(rows, 512), zeros(1000, 512)
-        linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
-        gated_linear_triton(x, weight, norm=norm, pdl=pdl)
+        for weight in (zeros(1000, 512), by_output, by_block, *int4):
+            x = zeros(rows, 512)
+            linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
+            gated_linear_triton(x, weight, norm=norm, pdl=pdl)
     if not pdl:
+        expand_triton(by_block, torch.bfloat16)
+        expand_int4_triton(int4[1], torch.bfloat16)
+        round_rows_triton(zeros(3, 14336))
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), {})
 

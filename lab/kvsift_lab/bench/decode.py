@@ -32,6 +32,7 @@ class DecodeRecipe(r.BenchRecipe):
     random: bool = r.option(
         None, MODEL, flag="--model", kind=str | None, value=True, parse=_directory, targets=("model", "random")
     )
+    quantize: str | None = r.quantize()
     contexts: tuple[int, ...] = r.contexts("32K,128K")
     batches: tuple[int, ...] = r.option("1,4", "Sequences, for instance 1,4.", flag="--batch", parse=r.counts)
     plan: str = r.option("quest:budget=2048", "Plan that is compared with dense.")
@@ -52,6 +53,7 @@ class DecodeRecipe(r.BenchRecipe):
         from kvsift_lab.bench.random_models import SHAPES
 
         r.require_known("shape", [self.model] if self.random else [], SHAPES)
+        r.require_quantize(self.quantize)
         r.require_some(self.contexts, self.batches, names="context and batch")
         plan = parse_plan(self.plan)
         reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)

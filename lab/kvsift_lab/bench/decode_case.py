@@ -26,6 +26,7 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
 from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
+from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
@@ -185,8 +186,9 @@ def read_bytes(tallies: Sequence[Tally]) -> float:
 
 def weight_bytes(model: Any) -> int:
     """Return the bytes of the weights that a step reads: all but an input embedding, of which it looks up rows."""
-    parameters = dict(model.named_parameters())  # shared weights once
-    total = sum(weight.numel() * weight.element_size() for weight in parameters.values())
+    weights = list(dict(model.named_parameters()).values())  # shared ones once
+    weights += [each for module in model.modules() if isinstance(module, ScaledLinear) for each in module.buffers()]
+    total = sum(weight.numel() * weight.element_size() for weight in weights)
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     return int(total - (0 if tied else embedding.numel() * embedding.element_size()))

@@ -83,9 +83,9 @@ class DecodeBench(Bench):
         """
         device = machine.require_gpu("decode")
         if recipe.random:
-            model = random_model(recipe.model, device, torch.bfloat16)
+            model = random_model(recipe.model, device, torch.bfloat16, quantize=recipe.quantize)
         else:
-            directory = ModelDirectory.check(recipe.model)
+            directory = ModelDirectory.check(recipe.model).quantized(recipe.quantize)
             model = directory.load(device, choose_dtype("auto", device, directory.config))
         return cls(recipe, model, step_of(model))
 

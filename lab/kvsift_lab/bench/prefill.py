@@ -29,6 +29,7 @@ class PrefillRecipe(r.BenchRecipe):
     plans: tuple[str, ...] = r.plans(PLANS)
     part: str = r.option("ttft", PART, stored=False)
     shape: str = r.shape()
+    quantize: str | None = r.quantize()
     heads: str = r.option("32/8", "Of a layer: query heads/KV heads.", stored=False)
     chunks: tuple[int, ...] = r.option(
         "2048,8192", "Tokens per forward pass; dense prefill takes the best of several.", flag="--chunk", parse=r.counts
@@ -42,6 +43,7 @@ class PrefillRecipe(r.BenchRecipe):
 
         r.require_known("shape", [self.shape], SHAPES)
         r.require_some(self.contexts, self.plans, self.chunks, names="context, plan and chunk size")
+        r.require_quantize(self.quantize)
         refuse_dense(self.plans)
 
     @classmethod

@@ -51,7 +51,7 @@ class PrefillBench(Bench):
 
     @classmethod
     def of(cls, recipe: PrefillRecipe, dtype: torch.dtype = torch.bfloat16) -> PrefillBench:
-        return cls(recipe, random_model(recipe.shape, choose_device(recipe.device), dtype))
+        return cls(recipe, random_model(recipe.shape, choose_device(recipe.device), dtype, quantize=recipe.quantize))
 
     def environment(self) -> dict[str, Any]:
         return machine.environment(self.model.device)

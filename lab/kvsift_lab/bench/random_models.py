@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvsift.errors import unknown
+from kvsift.models.scaled_linear import round_linears
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -33,9 +34,11 @@ MAX_POSITIONS = 1 << 21  # rotary angles are defined for all of them
 
 
 def random_model(
-    shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, layers: int | None = None
-) -> PreTrainedModel:
-    """Return a Llama whose weights are drawn on the device; ``layers`` replaces the shape's number.
+    shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, layers: int | None = None,
+    quantize: str | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """Return a Llama whose weights are drawn on the device; ``layers`` replaces the shape's number, and weights are
+    rounded as ``LLM(quantize=...)`` rounds them.
 
     Raises:
         InputError: for an unknown shape.
@@ -46,4 +49,7 @@ def random_model(
     config = LlamaConfig(**sizes, max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False)
     torch.manual_seed(seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
+    if quantize is not None:
+        round_linears(model, device, dtype, head=quantize == "fp8_head")
+    return model

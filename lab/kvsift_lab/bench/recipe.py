@@ -214,6 +214,18 @@ def shape() -> Any:
     return option("llama-3-8b", "Random weights: llama-3-8b or tiny.", flag="--shape")
 
 
+def quantize() -> Any:
+    text = "fp8: linear weights but the head's are rounded to 8 bits; fp8_head: all."
+    return option(None, text, kind=str | None)
+
+
+def require_quantize(given: str | None) -> None:
+    """Refuse a format of weights that is not known (``InputError``)."""
+    from kvsift.models.hf.model_directory import QUANTIZE
+
+    require_known("quantize", [] if given is None else [given], QUANTIZE)
+
+
 def max_seconds() -> Any:
     text = "Start no new point after this many seconds; list the rest as skipped."
     return option(None, text, kind=float | None, minimum=0)

@@ -55,6 +55,9 @@ class LLM(Engine):
             this model, else the default one with a guard, which is logged; so is every ``plan`` below.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
+        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats with a scale per output when they are
+            loaded (Llama, Mistral, Qwen2, Qwen3); "fp8_head": the head's too. They stay so on GPUs from Ada and Hopper
+            on, in 16-bit dtypes, and are expanded elsewhere.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,
@@ -84,6 +87,7 @@ class LLM(Engine):
         *,
         device: str = "auto",
         dtype: str = "auto",
+        quantize: str | None = None,
         chunk_size: int | None = None,
         probe_every: int = 16,
         dense_below: int | str = "auto",
@@ -102,7 +106,7 @@ class LLM(Engine):
         spec = parse_unless_auto(plan)  # refused before the model is looked for
         place = Placement.of(placement)
         device = _cpu(device) if place.name == "host" else device
-        directory = ModelDirectory.check(model)
+        directory = ModelDirectory.check(model).quantized(quantize)
         target = choose_device(device)
         on_gpu = target.type == "cuda"
         precision = choose_dtype(dtype, target, directory.config)
@@ -121,8 +125,7 @@ class LLM(Engine):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"<LLM {self.directory.name} on {self.device} ({dtype}), {self.plan}>"
+        return f"<LLM {self.directory.name} on {self.device} ({self.precision}), {self.plan}>"
 
     def warm_up(self, plans: Sequence[PlanSpec] = (), num_tokens: int | None = None) -> WarmUp:
         """Allocate the memory of prompts, capture the steps of the default plan, and dense ones, and compile what reads

@@ -205,7 +205,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
 
     def _conditions(self, runner: ModelRunner, plan: Plan) -> Iterator[tuple[bool, str, str, str]]:
         """Yield whether something is the same, how the document was read, what is given now, and what to do."""
-        saved, given, name = self._document, _identity(runner), runner.directory.name
+        saved, given, name = {"quantize": None, **self._document}, _identity(runner), runner.directory.name
         same = {key: saved[key] == value for key, value in given.items()}
         reader = saved["model_name"] if saved["model_name"] != name else f"another model or version named {name}"
         yield same["model"], f"by {reader}", f"this LLM is {name}", "Open it with the model that read it"
@@ -216,6 +216,10 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         yield (
             same["dtype"], f"in {saved['dtype']}", f"this LLM computes in {given['dtype']}",
             f"Give dtype={saved['dtype']}",
+        )  # fmt: skip
+        yield (
+            same["quantize"], f"with quantize={saved['quantize']}", f"this LLM has quantize={given['quantize']}",
+            f"Give quantize={saved['quantize']}",
         )  # fmt: skip
         yield (
             same["chunk_size"], f"in chunks of {saved['chunk_size']} tokens",
@@ -268,6 +272,7 @@ def _identity(runner: ModelRunner) -> dict[str, Any]:
         "model": fingerprint(runner.directory.path),
         "tokenizer": tokenizer_fingerprint(runner.directory.path),
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "quantize": runner.directory.quantize,
         "chunk_size": runner.chunk_size,
     }
 

@@ -142,8 +142,7 @@ def _welcome(conversation: Conversation, embedded: bool) -> None:
     """Print what answers, and about what."""
     llm = conversation.llm
     about = f"{conversation.num_tokens:,} tokens of context" if conversation.num_tokens else "no context"
-    dtype = str(llm.dtype).removeprefix("torch.")
-    show(f"{llm.directory.name} on {llm.device} ({dtype}), {conversation.plan}; {about}.")
+    show(f"{llm.directory.name} on {llm.device} ({llm.precision}), {conversation.plan}; {about}.")
     if embedded and not conversation.num_tokens:
         show(NO_CONTEXT)
     show("/help lists the commands; Ctrl-D leaves.")

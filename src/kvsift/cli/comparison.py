@@ -125,8 +125,7 @@ def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, 
 
 def print_reading(llm: LLM, document: Document) -> None:
     """Print the size of the document, its prefill time and the model."""
-    dtype = str(llm.dtype).removeprefix("torch.")
-    by = f"{llm.directory.name} on {llm.device} ({dtype})"
+    by = f"{llm.directory.name} on {llm.device} ({llm.precision})"
     read = f"read in {document.read_s:.1f} s"
     how = f"opened in {document.open_s:.1f} s, once {read}" if document.open_s else read
     console().print(cell(f"{document.num_tokens:,} tokens {how} by {by}\n"))

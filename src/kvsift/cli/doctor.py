@@ -84,6 +84,7 @@ def _machine(name: str) -> dict[str, Any]:
             "page scores": "one torch matrix product per layer",
             "selected pages": "gathered, then as dense attention",
             "decode steps": _decode_path(device.type == "cuda"),
+            "fp8 weights": _fp8_path(device),
             "short contexts": "sparse steps can be slower than dense ones, which kvsift ask --compare dense times; "
             + _short_contexts(device.type == "cuda"),
         },
@@ -95,6 +96,17 @@ def _short_contexts(on_gpu: bool) -> str:
     if on_gpu:
         return "steps in CUDA graphs are dense where that is measured to be faster (--dense-below auto)"
     return "on a CPU they stay sparse unless --dense-below N is given"
+
+
+def _fp8_path(device: Any) -> str:
+    import torch
+
+    from kvsift.kernels.scaled_weight import keeps_fp8, multiplies_fp8
+
+    if not keeps_fp8(device, torch.bfloat16):
+        return "expanded to --dtype when they are loaded; GPUs of compute capability 8.9 or higher multiply them"
+    many = "rounded to 8 bits too" if multiplies_fp8(device) else "multiplied by expanded weights"
+    return f"multiplied as they are; rows of more than 32 tokens are {many}"
 
 
 def _decode_path(on_gpu: bool) -> str:

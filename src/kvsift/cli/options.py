@@ -33,6 +33,13 @@ PlanOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="fp8: round linear weights to 8-bit floats when they are loaded, for recent GPUs; fp8_head: the head too.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse plan skipped nothing.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
@@ -109,6 +116,7 @@ class DeviceOptions:
 
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
+    quantize: QuantizeOption = None
     chunk_size: ChunkOption = None
 
     def keywords(self) -> dict[str, Any]:

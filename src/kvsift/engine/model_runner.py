@@ -109,6 +109,13 @@ class ModelRunner(Uncopied):
         return self._model
 
     @property
+    def precision(self) -> str:
+        """Name of the dtype, and the format of weights that have been rounded to another."""
+        stored, dtype = self.directory.stored, str(self.dtype).removeprefix("torch.")
+        name = stored.name if stored is not None else "fp8" if self.directory.quantize is not None else ""
+        return f"{dtype}, {name} weights" if name else dtype
+
+    @property
     def generation_settings(self) -> GenerationSettings:
         """What the model's generation_config.json asks for."""
         model = self.model

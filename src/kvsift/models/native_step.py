@@ -52,9 +52,9 @@ class NativeStep:
 
     of_weights: ClassVar[Objections] = (  # to decoder steps
         (lambda step: step.dtype not in ROW_DTYPES, "its weights are {it.dtype}"),
-        (lambda step: len({tensor.dtype for tensor in _tensors(step)}) > 1, "its weights have several dtypes"),
         (lambda step: not all(each.in_core for each in _projections(step)),
          "the core does not multiply with its weights"),
+        (lambda step: len({tensor.dtype for tensor in _tensors(step)}) > 1, "its weights have several dtypes"),
         (lambda step: any(layer.gate_up.bias is not None for layer in step.layers), "its gates have biases"),
         (lambda step: not all(tensor.is_cpu and tensor.is_contiguous() for tensor in _tensors(step)),
          "its weights are not in one piece of host memory"),
@@ -378,14 +378,14 @@ def _tensors(step: DecoderStep) -> list[Tensor]:
         *norms,
         *(each for own in _projections(step) for each in (own.weight, own.bias)),
     ]
-    return [tensor for tensor in found if tensor is not None]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def _matrix(projection: Projection) -> Any:
     if projection.parts:
         return core.Matrix([part.core for part in projection.parts], _address(projection.bias))
     weight = projection.weight
-    assert weight is not None
+    assert isinstance(weight, Tensor)
     return core.Matrix(weight.data_ptr(), _address(projection.bias), *weight.shape)
 
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kvsift.kernels.gated_linear import gated_linear
+from kvsift.kernels.int4_weight import CENTRE, Int4Weight
 from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
-from kvsift.kernels.skinny_product import takes_weight
+from kvsift.kernels.scaled_weight import FP8, ScaledWeight, shared_outs
+from kvsift.kernels.skinny_product import Weight, takes_weight
 from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.models.packed_linear import PackedLinear
+from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 from kvsift.native.packed import PackedMatrix, packed_product
 from kvsift.native.product import MAX_ROWS, product, takes_product
 
@@ -27,14 +30,15 @@ class Projection:
 
     Attributes:
         modules: linear layers of one input.
-        weight: [out of all, in] if all are plain ``nn.Linear``; their own weights are views of it. Else None.
+        weight: [out of all, in] if all are plain ``nn.Linear``, ``ScaledLinear`` or ``Int4Linear``; their own weights
+            are views of it. Else None.
         bias: [out of all], if they have biases.
         parts: the matrices if all are ``PackedLinear``. Without weight and parts the modules are called one by one
             (weights that other libraries quantised, or some that are packed and some plain).
     """
 
     modules: tuple[nn.Module, ...]
-    weight: Tensor | None = None
+    weight: Weight | None = None
     bias: Tensor | None = None
     parts: tuple[PackedMatrix, ...] = ()
 
@@ -42,7 +46,7 @@ class Projection:
     def of(cls, *modules: nn.Module) -> Projection:
         """Move the modules' parameters into one storage, which they share; nothing is stored twice."""
         kinds = {type(module) for module in modules}
-        if kinds != {nn.Linear} and kinds != {PackedLinear}:
+        if len(kinds) > 1 or not kinds <= {nn.Linear, PackedLinear, ScaledLinear, Int4Linear}:
             return cls(modules)
         biases = [module.bias for module in modules]
         if len({bias is None for bias in biases}) > 1:
@@ -50,12 +54,18 @@ class Projection:
         bias = None if biases[0] is None else _joined([bias for bias in biases if isinstance(bias, nn.Parameter)])
         if kinds == {PackedLinear}:
             return cls(modules, None, bias, tuple(module.matrix for module in modules))  # type: ignore[misc]
+        if kinds != {nn.Linear}:
+            if len({(module.ins, getattr(module, "outs", 1) == 1) for module in modules}) > 1:
+                return cls(modules)
+            join = _joined_scaled if kinds == {ScaledLinear} else _joined_int4
+            return cls(modules, join(modules), bias)  # type: ignore[arg-type]
         return cls(modules, _joined([module.weight for module in modules]), bias)  # type: ignore[misc]
 
     @cached_property
     def in_core(self) -> bool:
         """Whether the compiled core multiplies few rows with the weight; packed ones, any number of rows."""
-        return bool(self.parts) or (self.weight is not None and takes_product(self.weight[:1], self.weight))
+        weight = self.weight
+        return bool(self.parts) or (isinstance(weight, Tensor) and takes_product(weight[:1], weight))
 
     @property
     def num_out(self) -> int:
@@ -67,6 +77,8 @@ class Projection:
         """Whether a row of a steady product of up to 32 rows has the same bits whatever their number (packed weights:
         of every product)."""
         weight = self.weight
+        if isinstance(weight, ScaledWeight | Int4Weight):
+            return runs_on_triton(weight.scales) and takes_weight(weight, torch.bfloat16)
         if weight is None or not weight.is_cuda:
             return self.in_core
         return runs_on_triton(weight) and takes_weight(weight, weight.dtype)
@@ -78,7 +90,7 @@ class Projection:
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
         if self.parts:
             return packed_product(x, self.parts, self.bias, norm=norm, residual=residual)
-        if self.weight is not None and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
+        if isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
             return product(x, self.weight, self.bias, norm=norm, residual=residual)
         if self.weight is not None:
             return linear(x, self.weight, self.bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
@@ -89,23 +101,44 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight.T``, in place where the weights allow it; many rows."""
-        if self.weight is None or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
+        weight = self.weight
+        if not isinstance(weight, Tensor) or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
             return self(x, residual=residual)
-        return residual.addmm_(x, self.weight.t())
+        return residual.addmm_(x, weight.t())
 
     def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
         if self.bias is None and self.parts:
             return packed_product(x, self.parts, norm=norm, gated=True)
         if self.weight is not None and self.bias is None:
-            if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
+            if isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
                 return product(x, self.weight, norm=norm, gated=True)
             return gated_linear(x, self.weight, norm=norm, steady=steady, pdl=pdl)
         gate, up = self(x, norm, steady=steady).chunk(2, -1)
         return nn.functional.silu(gate) * up
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _joined_scaled(modules: Sequence[ScaledLinear]) -> ScaledWeight:
+    """Return one weight of the modules' rows, in order; theirs become views of it."""
+    outs = shared_outs([module.weight for module in modules])
+    for module in modules:
+        module.refine(outs)
+    values, scales = _joined([module.values for module in modules]), _joined([module.scales for module in modules])
+    return ScaledWeight(values.view(FP8), scales, outs, modules[0].ins)
+
+
+def _joined_int4(modules: Sequence[Int4Linear]) -> Int4Weight:
+    """As ``_joined_scaled``; zero points that some have are given to all."""
+    if any(module.zeros is not None for module in modules):
+        for module in modules:
+            if module.zeros is None:
+                module.zeros = torch.full(module.scales.shape, CENTRE, dtype=torch.uint8, device=module.codes.device)
+    codes, scales = _joined([module.codes for module in modules]), _joined([module.scales for module in modules])
+    zeros = [module.zeros for module in modules if module.zeros is not None]
+    return Int4Weight(codes, scales, _joined(zeros) if zeros else None, modules[0].ins)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
     """Return one tensor of the parameters' rows, in order; the parameters become views of it."""
     first, rows = parameters[0], [len(parameter) for parameter in parameters]
     if len(parameters) == 1:
@@ -118,7 +151,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
-def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the tensor that the parameters are consecutive views of, if they were joined before."""
     first = parameters[0]
     start = first.storage_offset()

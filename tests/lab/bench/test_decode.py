@@ -15,10 +15,13 @@ from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
 
+from kvsift.errors import InputError
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
+CPU = torch.device("cpu")
 QUEST = "quest:budget=128:window=16:score_by=minmax_fp8"
 SMALL = DecodeRecipe("tiny", contexts=(512, 256), batches=(1, 3), plan=QUEST, steps=3, repeats=2)
 PLAN = parse_plan(QUEST)
@@ -57,6 +60,20 @@ def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -
     # layers 0 and 1 show everything, layer 2 at most the budget, after scoring a byte per number of 14 or 15 pages
     seen = sifted["kv_bytes"] - 2 * per_token * sum(lengths) / 3
     assert 100 * per_token < seen < 128 * per_token + 15 * 2 * 128
+
+
+def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
+    plain, model = (random_model("tiny", CPU, torch.bfloat16, quantize=quantize) for quantize in (None, "fp8"))
+    before = weight_bytes(plain)
+    linears = [module for module in model.modules() if isinstance(module, ScaledLinear)]
+    saved = sum(module.values.numel() - 4 * module.out_features for module in linears)
+    assert len(linears) == 7 * model.config.num_hidden_layers
+    assert weight_bytes(model) == before - saved
+    points = [point for point in run(replace(SMALL, contexts=(256,), batches=(2,)), model) if "variants" in point]
+    assert points[0]["weight_bytes"] == before - saved
+    with pytest.raises(InputError, match="unknown quantize 'int3'"):
+        replace(SMALL, quantize="int3")
 
 
 def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summaries(model: Any) -> None:

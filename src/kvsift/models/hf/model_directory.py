@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -21,10 +22,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -33,6 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsift.checkpoint import weight_files
 from kvsift.errors import (
+    Conflict,
     DamagedFile,
     InputError,
     MissingFile,
@@ -43,14 +47,21 @@ from kvsift.errors import (
     unknown,
 )
 from kvsift.gguf_file import PART, GgufFile, is_gguf
+from kvsift.kernels.scaled_weight import keeps_fp8
 from kvsift.methods import checks
+from kvsift.models.decoder_step import MODEL_TYPES
 from kvsift.models.embedded import embedded_model
+from kvsift.models.hf.fp8_checkpoint import Fp8Checkpoint
+from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
+from kvsift.models.hf.int4_checkpoint import Int4Checkpoint
 from kvsift.models.packed_linear import can_stay_packed, put_packed
+from kvsift.models.scaled_linear import put_scaled, round_linears
 
 log = logging.getLogger("kvsift")
+QUANTIZE = "fp8", "fp8_head"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -102,8 +113,11 @@ class ModelDirectory:
         path: the directory or file.
         config: its transformers configuration, of the text decoder.
         num_weight_bytes: size of the weight files; of a GGUF file, of its weights once they are expanded.
-        is_quantised: whether the weights keep the format of the files, whatever the dtype.
+        is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
+        stored: weights of 8 or 4 bits that kvsift reads itself, or None.
+        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded; "fp8_head": the
+            head's too.
     """
 
     path: Path
@@ -111,6 +125,8 @@ class ModelDirectory:
     num_weight_bytes: int
     is_quantised: bool = False
     gguf: GgufFile | None = None
+    stored: Fp8Checkpoint | Int4Checkpoint | None = None
+    quantize: str | None = None
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
@@ -138,8 +154,10 @@ class ModelDirectory:
                 ) from error
             raise UnreadableFile(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
-        is_quantised = getattr(config, "quantization_config", None) is not None
-        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        readers = (each.of(config, weights, directory / "config.json") for each in (Fp8Checkpoint, Int4Checkpoint))
+        stored = next((each for each in readers if each is not None), None)
+        is_quantised = stored is None and getattr(config, "quantization_config", None) is not None
+        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, stored=stored)
         checked._require_layers()
         return checked
 
@@ -155,6 +173,28 @@ class ModelDirectory:
         checked = cls(file.path, config, num_numbers * config.dtype.itemsize, gguf=file)
         checked._require_layers()
         return checked
+
+    def quantized(self, quantize: str | None) -> ModelDirectory:
+        """The same directory, with its linear weights rounded when they are loaded.
+
+        Raises:
+            InputError: for an unknown format, or weights that are not rounded to it.
+        """
+        if quantize is None:
+            return self
+        if quantize not in QUANTIZE:
+            raise unknown("quantize", str(quantize), QUANTIZE)
+        if self.gguf is not None or self.stored is not None or self.is_quantised:
+            raise Conflict(
+                f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
+                "it out."
+            )
+        if self.config.model_type not in MODEL_TYPES:
+            raise UnsupportedModel(
+                f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
+                f"{self.config.model_type}. Leave it out."
+            )
+        return replace(self, quantize=quantize)
 
     def _require_layers(self) -> None:
         try:
@@ -249,8 +289,19 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
+        if self.stored is not None:
+            expanded = self.stored.num_values * dtype.itemsize
+            own = self.stored.num_bytes if self.stored.stays(device, dtype) else expanded
+            return (self.num_weight_bytes - self.stored.num_bytes) * dtype.itemsize // 2 + own
         stored = getattr(self.config, "dtype", None)
-        return self.num_weight_bytes * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
+        numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
+        if self.quantize is None or not keeps_fp8(device, dtype):
+            return numbers * dtype.itemsize
+        embedding, is_tied = self.config.vocab_size * self.config.hidden_size, self.config.tie_word_embeddings
+        if self.quantize == "fp8_head":
+            return embedding * dtype.itemsize + numbers - (0 if is_tied else embedding)
+        kept = embedding * (1 if is_tied else 2)
+        return kept * dtype.itemsize + numbers - kept
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
@@ -261,6 +312,7 @@ class ModelDirectory:
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # its report is checked below
+        stays = keeps_fp8(device, dtype) if self.stored is None else self.stored.stays(device, dtype)
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             if self.gguf is not None:
@@ -273,6 +325,8 @@ class ModelDirectory:
                 model.config.name_or_path = str(self.path)
                 packed = {name: weight.matrix for name, weight in weights.items() if weight.matrix is not None}
                 put_packed(model, packed, dtype)
+            elif self.stored is not None:
+                model, report = self._from_stored(self.stored, stays, options)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -282,12 +336,41 @@ class ModelDirectory:
                     device_map={"": device} if self.is_quantised else None,
                     **options,
                 )
+        except InputError:
+            raise
         except Exception as error:
             raise UnreadableFile(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         _check_report(self.path, self._config_file.name, report)
+        if self.is_quantised:
+            log.warning("%s: its quantised weights are multiplied by transformers' own layers", self.path)
+        if (self.stored is not None or self.quantize is not None) and not stays:
+            kind = self.stored or Fp8Checkpoint
+            log.warning(
+                "%s: %s weights are expanded to %s. They stay on %s, in bfloat16 or float16", self.path, kind.name,
+                str(dtype).removeprefix("torch."), kind.needs,
+            )  # fmt: skip
+        if self.stored is not None and stays:
+            read = {name: self.stored.read(name, device) for name in self.stored.shapes}
+            put_scaled(model, {name.removesuffix(".weight"): weight for name, weight in read.items()})
+        elif self.quantize is not None:
+            round_linears(model, device, dtype, head=self.quantize == "fp8_head")
         return model.eval() if self.is_quantised else model.to(device).eval()
+
+    def _from_stored(
+        self, stored: Fp8Checkpoint | Int4Checkpoint, stays: bool, options: dict[str, Any]
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """The model, and transformers' report; where the weights of few bits stay, those of the model are NaN."""
+        config = copy(self.config)
+        del config.quantization_config
+        made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        weights = stored.weights(options["dtype"], stays)
+        model, report = made.from_pretrained(None, config=config, state_dict=weights, **options)
+        model.config.name_or_path = str(self.path)
+        if (self.path / GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
+        return model, report
 
 
 def choose_device(name: str) -> torch.device:

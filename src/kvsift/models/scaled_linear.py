@@ -1,0 +1,120 @@
+"""Linear layers whose weights stay in 8-bit floats or in 4 bits on a GPU, in the places of ``nn.Linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsift.errors import UnsupportedModel
+from kvsift.kernels.int4_weight import Int4Weight
+from kvsift.kernels.linear import linear
+from kvsift.kernels.scaled_weight import FP8, ScaledWeight, keeps_fp8
+
+
+class _WeightLinear(nn.Module):
+    """A linear layer for inference, whose weight lies in buffers.
+
+    Args:
+        weight: [out, in].
+        bias: [out], or None.
+    """
+
+    scales: Tensor
+    weight: Any
+
+    def __init__(self, weight: ScaledWeight | Int4Weight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_buffer("scales", weight.scales)
+        self.ins, self.bias = weight.ins, bias
+        self.out_features, self.in_features = weight.shape
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.scales = scales.to(self.scales.device)  # in their dtype, whatever the model is cast to
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        rows = x.reshape(-1, self.in_features)
+        return linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class ScaledLinear(_WeightLinear):
+    """A linear layer of 8-bit floats.
+
+    Attributes:
+        values: uint8 [out, in], the bytes of the 8-bit floats: what casts a model to another dtype leaves them alone.
+        scales, outs, ins: see ``ScaledWeight``.
+    """
+
+    values: Tensor
+
+    def __init__(self, weight: ScaledWeight, bias: nn.Parameter | None) -> None:
+        super().__init__(weight, bias)
+        self.register_buffer("values", weight.values.view(torch.uint8))
+        self.outs = weight.outs
+
+    @property
+    def weight(self) -> ScaledWeight:
+        """The weight, which shares the memory of the buffers."""
+        return ScaledWeight(self.values.view(FP8), self.scales, self.outs, self.ins)
+
+    def refine(self, outs: int) -> None:
+        """Have fewer outputs share a scale, a divisor of ``outs``; nothing is computed otherwise."""
+        if outs != self.outs:
+            self.scales, self.outs = self.weight.finer(outs).scales, outs
+
+
+class Int4Linear(_WeightLinear):
+    """A linear layer of weights of 4 bits; ``codes``, ``scales``, ``zeros`` and ``ins`` are those of ``Int4Weight``."""
+
+    codes: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, weight: Int4Weight, bias: nn.Parameter | None) -> None:
+        super().__init__(weight, bias)
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("zeros", weight.zeros)
+
+    @property
+    def weight(self) -> Int4Weight:
+        """The weight, which shares the memory of the buffers."""
+        return Int4Weight(self.codes, self.scales, self.zeros, self.ins)
+
+
+def put_scaled(model: nn.Module, weights: Mapping[str, ScaledWeight | Int4Weight]) -> None:
+    """Replace the linear layers of these names, which keep their biases.
+
+    Raises:
+        InputError: naming a weight of another module.
+    """
+    for name, weight in weights.items():
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear):
+            raise UnsupportedModel(
+                f"{name} has quantised weights, and is a {type(module).__name__}. Only linear layers can have them."
+            )
+        put = Int4Linear(weight, module.bias) if isinstance(weight, Int4Weight) else ScaledLinear(weight, module.bias)
+        model.set_submodule(name, put)
+
+
+def round_linears(model: Any, device: torch.device, dtype: torch.dtype, head: bool = False) -> None:
+    """Round the weights of all linear layers of a transformers model to 8-bit floats with a scale per output, one by
+    one on the device, and those of the head if it is asked for; an embedding that has been tied to it stays. Where they
+    cannot stay so, they are expanded again."""
+    kept = None if head else model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or module is kept:
+            continue
+        weight = ScaledWeight.of(module.weight.detach().to(device))
+        if keeps_fp8(device, dtype):
+            put_scaled(model, {name: weight})
+        else:
+            module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)

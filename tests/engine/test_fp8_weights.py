@@ -1,0 +1,200 @@
+"""Answers with weights of 8-bit floats: expanded on a CPU, multiplied as they are on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.tiny_directory import text_of, write_model, write_tokenizer
+from models.fp8_files import FORMATS, write_fp8
+from transformers import AutoModelForCausalLM
+
+import kvsift
+from kvsift import LLM, InputError
+from kvsift.kernels.scaled_weight import keeps_fp8, rounds_rows
+from kvsift.models.hf import model_directory
+from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.models.projection import Projection
+from kvsift.models.scaled_linear import ScaledLinear, round_linears
+
+CPU = torch.device("cpu")
+QUEST = "quest:budget=128:window=16:dense_layers=0"
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 8}
+ROUNDING = 1.0  # of the spread of the logits: a token drawn at random costs about 3
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Not here: every test names its device."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("plain"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def rounded(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with its weights rounded in the files."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    round_linears(model, CPU, torch.float32)
+    folder = tmp_path_factory.mktemp("rounded")
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_an_answer_is_that_of_the_rounded_weights(
+    directory: Path, rounded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvsift"):
+        found = LLM(directory, QUEST, device="cpu", quantize="fp8").generate(text_of(600), max_new_tokens=12)
+    assert "fp8 weights are expanded to float32. They stay on NVIDIA GPUs" in caplog.text
+    expected = LLM(rounded, QUEST, device="cpu").generate(text_of(600), max_new_tokens=12)
+    assert found.token_ids == expected.token_ids
+
+
+def test_steps_multiply_weights_that_stay(directory: Path, rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
+    llm = LLM(directory, QUEST, device="cpu", quantize="fp8", path="eager")
+    found = llm.generate([text_of(600), text_of(200)], max_new_tokens=12)
+    assert isinstance(llm.model.model.layers[0].mlp.up_proj, ScaledLinear)
+    expected = LLM(rounded, QUEST, device="cpu", path="eager").generate([text_of(600), text_of(200)], max_new_tokens=12)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    assert found[0].path == "eager"
+
+
+def test_it_says_what_its_weights_are(directory: Path) -> None:
+    assert "(float32, fp8 weights)" in repr(LLM(directory, "dense", device="cpu", dtype="float32", quantize="fp8"))
+    assert "fp8" not in repr(LLM(directory, "dense", device="cpu"))
+
+
+def test_a_document_is_opened_with_the_weights_that_read_it(directory: Path, tmp_path: Path) -> None:
+    file, question = tmp_path / "text.kvsift", "What is ground there?"
+    document = LLM(directory, "dense", device="cpu", quantize="fp8").read(text_of(300))
+    expected = document.ask(question, max_new_tokens=6)
+    document.save(file)
+    with pytest.raises(InputError, match=r"with quantize=fp8, and this LLM has quantize=None\. Give quantize=fp8, or"):
+        LLM(directory, "dense", device="cpu").open(file)
+    again = LLM(directory, "dense", device="cpu", quantize="fp8").open(file)
+    assert again.ask(question, max_new_tokens=6).token_ids == expected.token_ids
+
+
+def test_formats_that_are_not_known_are_refused(directory: Path) -> None:
+    with pytest.raises(InputError, match=r"unknown quantize 'fp9'; did you mean 'fp8'\?"):
+        LLM(directory, "dense", quantize="fp9")
+
+
+def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
+    write_fp8(write_model(tmp_path, **SIZES), "channel")
+    with pytest.raises(InputError, match=r"are quantised already, and quantize='fp8' rounds plain ones"):
+        LLM(tmp_path, "dense", quantize="fp8")
+
+
+def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, and .* of phi3"):
+        LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_head"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_counted_with_one_byte_where_they_stay(
+    tied: bool, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES))
+    assert plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16) == plain.weight_bytes(CPU, torch.bfloat16)
+    monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
+    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
+    model = plain.quantized(quantize).load(CPU, torch.bfloat16)
+    held = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+    assert held == pytest.approx(plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16), rel=0.05)
+
+
+def open_on_gpu(directory: Path, **options: Any) -> LLM:
+    return LLM(directory, QUEST, device="cuda", dtype="bfloat16", dense_below=0, **options)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", ["quantize", *FORMATS])
+def test_captured_steps_answer_as_the_composed_path_does(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, **SIZES)
+    if name != "quantize":
+        write_fp8(tmp_path, name)
+    llm = open_on_gpu(tmp_path, path="captured", quantize="fp8" if name == "quantize" else None)
+    answer = llm.generate(text_of(700), max_new_tokens=40)
+    assert answer.path == "captured"
+    assert worst_token(llm, text_of(700), answer.token_ids) < ROUNDING
+
+
+def worst_token(llm: LLM, text: str, new_ids: list[int]) -> float:
+    """How much less likely a token was at worst than the likeliest one on the composed path, as the difference of
+    logits over their spread."""
+    cache, worst = kvsift.make_cache(llm.model, QUEST), 0.0
+    given = torch.tensor([llm.tokenizer(text)["input_ids"]], device="cuda")
+    with torch.inference_mode():
+        for token in new_ids:
+            logits = llm.model(given, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
+            worst = max(worst, float((logits.max() - logits[token]) / logits.std()))
+            given = torch.tensor([[token]], device="cuda")
+    return worst
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 32, 33, 400])
+def test_products_on_a_gpu_are_those_of_the_files(rows: int, name: str, tmp_path: Path) -> None:
+    weights = write_fp8(write_model(tmp_path, "Qwen2", **SIZES), name)  # which has biases
+    layer = open_on_gpu(tmp_path).model.model.layers[0]
+    names = [f"self_attn.{part}_proj" for part in "qkv"]
+    stored = [[weights[f"model.layers.0.{each}.{part}"] for each in names] for part in ("weight", "bias")]
+    x = torch.randn(rows, SIZES["hidden_size"]).bfloat16()
+    expected = torch.nn.functional.linear(x.float(), *map(torch.cat, stored))
+    joined = Projection.of(*(layer.get_submodule(each) for each in names))
+    assert joined.weight is not None
+    error = (joined(x.to("cuda")).float().cpu() - expected).norm() / expected.norm()
+    is_rounded = rows > 32 and rounds_rows(x.to("cuda"), joined.weight)
+    assert error < (0.06 if is_rounded else 0.005)
+    assert (error > 0.01) == is_rounded
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("name", ["quantize", "transformers"])
+def test_exact_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, "Qwen3", **SIZES)
+    if name != "quantize":
+        write_fp8(tmp_path, name)
+    llm = open_on_gpu(tmp_path, deterministic=True, quantize="fp8" if name == "quantize" else None)
+    prompts = [text_of(length) for length in (700, 130, 350, 90, 510)]
+    alone = [llm.generate(prompt, plan="dense", max_new_tokens=24).token_ids for prompt in prompts]
+    together = llm.generate(prompts, plan="dense", max_new_tokens=24)
+    exact = llm.generate(prompts, plan=QUEST, max_new_tokens=24, exact=True)
+    assert [answer.token_ids for answer in together] == alone
+    assert [answer.token_ids for answer in exact] == alone
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_weights_take_half_the_memory(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, hidden_size=1024, intermediate_size=4096, head_dim=64, num_attention_heads=16)
+    sizes = []
+    for quantize in (None, "fp8", "fp8_head"):
+        before = torch.cuda.memory_allocated()
+        llm = open_on_gpu(directory, quantize=quantize)
+        llm.load()
+        sizes.append(torch.cuda.memory_allocated() - before)
+        predicted = llm.directory.weight_bytes(torch.device("cuda"), torch.bfloat16)
+        assert sizes[-1] == pytest.approx(predicted, rel=0.1)
+        llm.close()
+        del llm
+    assert keeps_fp8(torch.device("cuda"), torch.bfloat16)
+    assert sizes[2] < sizes[1] < 0.6 * sizes[0]
