@@ -35,7 +35,7 @@ def test_attention_is_timed_and_right(batch: int, monkeypatch: pytest.MonkeyPatc
 
 def test_decoding_is_timed_dense_and_sifted() -> None:
     plan = "quest:budget=512:dense_layers=none"
-    recipe = DecodeRecipe("tiny", True, (8192,), (1, 2), plan, steps=4, repeats=2, profile=True)
+    recipe = DecodeRecipe("tiny", True, contexts=(8192,), batches=(1, 2), plan=plan, steps=4, repeats=2, profile=True)
     for point in DecodeBench.of(recipe).run():
         assert "reason" not in point
         dense, sifted = point["variants"][:2]
