@@ -37,7 +37,7 @@ class FusedModel:
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
-        self.native: NativeStep | None = None  # composed steps, where it is None or takes a sequence not
+        self.native: NativeStep | None = None  # where it is None or refuses a sequence, steps are composed
         if AVAILABLE and reason(step, NativeStep.of_weights) is None:
             self.native = NativeStep(step, self._angles_at)
 

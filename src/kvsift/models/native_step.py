@@ -3,7 +3,7 @@ verification of drafts.
 
 ``FusedModel`` composes the same step of calls for each product, rotation and attention, and is its specification: the
 core runs the same functions in both, so that logits, keys, summaries and selections have the same bits. What the step
-does not take, by the ``objections`` below, stays composed.
+does not take, by ``NativeStep.of_weights``, ``of_caches`` and ``of_rules``, stays composed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NativeStep:
     """The weights of a model as the core reads them, and its sequences.
 
     Args:
-        step: has the weights; there are no ``of_weights`` to it.
+        step: has the weights, against which ``of_weights`` has nothing.
         angles: first position, number of positions -> cosines and sines, each [positions, head_dim].
     """
 
@@ -122,8 +122,8 @@ class NativeStep:
 
     def __call__(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor | None:
         """Store and attend one generated token of each sequence, or an equal number of each if they are attended to
-        everything (``SparseRun.exact``); logits [tokens, vocabulary]. None, and nothing is done: the step takes some of
-        them not, or not now.
+        everything (``SparseRun.exact``); logits [tokens, vocabulary]. None, with nothing done, if the step does not
+        take all of them, or not now.
 
         Raises:
             InputError: if queries that are to rank pages are not finite.
