@@ -52,7 +52,7 @@ def test_without_the_core_it_says_what_to_do() -> None:
         "import torch, kvsift.native as n\n"
         "assert not n.available()\n"
         "try:\n    n.scan(torch.ones(1, 8), torch.ones(1, 2, 8), 1)\n"
-        "except n.loader.InputError as error:\n    print(error)"
+        "except n.loader.MissingPackage as error:\n    print(error)"
     )
     said = in_a_process(code)[-1]
     assert "C++ compiler" in said
