@@ -87,8 +87,8 @@ DenseBelowOption = Annotated[
     str,
     typer.Option(
         "--dense-below",
-        help="Decode contexts of fewer tokens densely, as if there were no plan; auto: on a GPU, where that is "
-        "measured to be faster. On a CPU auto changes nothing.",
+        help="Decode contexts of fewer tokens densely, as if there were no plan; auto: where that is "
+        "measured to be faster.",
     ),
 ]
 ThreadsOption = Annotated[
