@@ -32,6 +32,7 @@ LAYERS = {
     "atomic_files": 0,
     "gguf_file": 1,
     "checkpoint": 2,
+    "collector": 0,
     "threads": 0,
     "native": 1,
     "kernels": 2,

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvsift import threads  # sets what torch reads when it is loaded
+from kvsift.collector import collector_paused
 
 __version__ = "0.1.0"
 
@@ -53,4 +54,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvsift' has no attribute {name!r}; it has {', '.join(_HOMES)}")
-    return getattr(import_module(_HOMES[name]), name)
+    with collector_paused():
+        return getattr(import_module(_HOMES[name]), name)

@@ -2,11 +2,14 @@
 
 import sys
 
+from kvsift.collector import collector_paused
+
 
 def main() -> None:
     """Run the command line; a Ctrl-C that comes before a command has begun ends it without a word."""
     try:
-        from kvsift.cli.main import main as run
+        with collector_paused():
+            from kvsift.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

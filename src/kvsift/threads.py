@@ -17,7 +17,6 @@ Settings of the user are not changed: those of ``WAITING``, OMP_NUM_THREADS and 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
@@ -92,6 +91,8 @@ def end_team() -> None:
     """
     if sys.platform != "linux":
         return
+    import ctypes  # 2 ms, which the command line need not wait for
+
     with suppress(OSError):
         for path in set(re.findall(r"/\S*/libgomp[^/\s]*\.so\S*", Path("/proc/self/maps").read_text())):
             pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # OpenMP 5.0

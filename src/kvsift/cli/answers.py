@@ -15,6 +15,7 @@ from kvsift.cli import options as o
 from kvsift.cli.comparison import Column, Reading, cut_mark, print_answers, print_guard, print_reading, print_slower
 from kvsift.cli.numbers_table import print_numbers
 from kvsift.cli.printing import ProgressBar, StrippedText, cell, console, plain
+from kvsift.collector import collector_paused
 
 if TYPE_CHECKING:
     from kvsift.api.answer import Answer
@@ -84,7 +85,8 @@ def answer_all(
         from kvsift.plan.syntax import parse_unless_auto
 
         parsed, chosen = [*map(parse_unless_auto, specs)], sampling.sampling()  # before transformers is imported
-        from kvsift.api.llm import LLM
+        with collector_paused():
+            from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=parsed[0], **model)

@@ -15,6 +15,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.numbers_table import print_rows
 from kvsift.cli.printing import console, plain
+from kvsift.collector import collector_paused
 from kvsift.errors import Conflict, UnusedOption
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ def calibrate(
     files.require_writable(out, "--out")
     texts = {str(path): files.read_text(path, "text") for path in text} if text else None
     o.use_threads(threads)
-    from kvsift.api.llm import LLM
+    with collector_paused():
+        from kvsift.api.llm import LLM
     from kvsift.calibration.recipe import calibrate as run
     from kvsift.texts.calibration import CHARACTERS, prose_of
 

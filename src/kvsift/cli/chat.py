@@ -17,6 +17,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.conversation import ChatContext, Conversation, passage_lines
 from kvsift.cli.printing import ProgressBar, cell, console, counted, plain
+from kvsift.collector import collector_paused
 from kvsift.errors import (
     Conflict,
     InvalidValue,
@@ -92,7 +93,8 @@ def chat(
         from kvsift.plan.syntax import parse_unless_auto
 
         chosen, parsed = sampling.sampling(), parse_unless_auto(spec)  # before transformers is imported
-        from kvsift.api.llm import LLM
+        with collector_paused():
+            from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))

@@ -14,6 +14,7 @@ from kvsift.cli import options as o
 from kvsift.cli.comparison import Column, Reading, cut_mark, print_guard
 from kvsift.cli.numbers_table import print_numbers
 from kvsift.cli.printing import ProgressBar, plain
+from kvsift.collector import collector_paused
 from kvsift.errors import Conflict
 
 
@@ -54,7 +55,8 @@ def generate(
         from kvsift.plan.syntax import parse_unless_auto
 
         parsed, chosen = parse_unless_auto(spec), sampling.sampling()  # before transformers is imported
-        from kvsift.api.llm import LLM
+        with collector_paused():
+            from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))

@@ -27,6 +27,7 @@ from kvsift.cli.methods import methods
 from kvsift.cli.printing import plain
 from kvsift.cli.serve import serve
 from kvsift.cli.tune import tune
+from kvsift.collector import collector_paused
 from kvsift.errors import KVSiftError, MissingPackage
 
 LABORATORY = ("bench", "eval", "explain", "report")  # commands of the distribution kvsift-lab
@@ -58,9 +59,10 @@ class Commands(TyperGroup):
         return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        if missing := [name for name in LABORATORY if name not in added_commands()]:
-            self.epilog = f"{', '.join(missing)}: with kvsift-lab, {install_laboratory()}"
-        super().format_help(ctx, formatter)
+        with collector_paused():  # typer imports what renders it
+            if missing := [name for name in LABORATORY if name not in added_commands()]:
+                self.epilog = f"{', '.join(missing)}: with kvsift-lab, {install_laboratory()}"
+            super().format_help(ctx, formatter)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

@@ -14,6 +14,7 @@ from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.numbers_table import print_rows
 from kvsift.cli.printing import ProgressBar, plain
+from kvsift.collector import collector_paused
 
 PIECES, SCORED = 8, 256  # texts, and tokens after each that are scored: 2,048 in all
 MOST_SCORED_CONTEXT = {"cpu": 4096, "cuda": 16_384}  # tokens before them: prefilling more takes longer than the rest
@@ -75,7 +76,8 @@ def tune(
     files.require_writable(out, "--out", text or ())
     texts = {str(path): files.read_text(path, "text") for path in text} if text else None
     o.use_threads(threads)
-    from kvsift.api.llm import LLM
+    with collector_paused():
+        from kvsift.api.llm import LLM
     from kvsift.calibration.tune import Notebook, Target, Tuner, digest
     from kvsift.checkpoint import fingerprint
     from kvsift.engine.provenance import versions_and_machine

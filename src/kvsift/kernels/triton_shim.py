@@ -1,13 +1,21 @@
-"""Triton if it is installed; kernels import it from here, so that every file imports on machines without it."""
+"""Triton where it can run; kernels import it from here, so that every file imports on machines without it.
+
+A build of torch without CUDA runs no kernel, so Triton, whose import takes 0.2 s, is left out there, unless
+TRITON_INTERPRET asks for it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 try:
+    if torch.version.cuda is None and "TRITON_INTERPRET" not in os.environ:
+        raise ImportError
     import triton
     import triton.language as tl
 
