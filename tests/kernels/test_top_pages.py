@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, isnan
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def textbook(scores: Tensor, spans: Tensor) -> list[list[list[int]]]:
     for heads, (first, stop, k, held) in zip(scores.tolist(), spans.tolist()):
         rows.append([])
         for each in heads:
-            ranked = sorted(range(stop - first), key=lambda page: (-each[page], page))[:k]
+            numbers = [-inf if isnan(number) else number for number in each]
+            ranked = sorted(range(stop - first), key=lambda page: (-numbers[page], page))[:k]
             rows[-1].append([*range(first), *sorted(first + page for page in ranked), *range(stop, held)])
     return rows
 
@@ -90,7 +92,7 @@ SPANS = (
     (0, 224, 7, 225),  # as many groups as pages to choose: just not
     (0, 225, 7, 226),  # one more, of a single page
 )
-SCORES = ("random", "equal", "rising", "falling", "nothing")
+SCORES = ("random", "equal", "rising", "falling", "nothing", "no number", "some")
 
 
 @pytest.mark.parametrize(("spans", "scores"), in_turns(SPANS, SCORES), ids=str)
@@ -98,7 +100,8 @@ def test_lists_of_rows_of_every_length(spans: tuple[int, int, int, int], scores:
     rising = torch.arange(512.0, device=DEVICE).expand(2, 3, -1).contiguous()
     kinds = {
         "random": draw(2, 3, 512), "equal": torch.full_like(rising, 2.5), "rising": rising, "falling": -rising,
-        "nothing": torch.full_like(rising, -torch.inf),
+        "nothing": torch.full_like(rising, -torch.inf), "no number": torch.full_like(rising, torch.nan),
+        "some": draw(2, 3, 512).log(),  # NaN of both signs
     }  # fmt: skip
     check(kinds[scores], spans_of(spans, (1, 9, 2, 10)))
 

@@ -25,7 +25,7 @@ def visible_pages(scores: Tensor, spans: Tensor, capacity: int, out: Lists | Non
     """List the visible pages of each row: sinks, the k best candidates (ties to the lower page), window.
 
     Args:
-        scores: float32 [batch, num_rows, max_pages], column i is candidate first + i.
+        scores: float32 [batch, num_rows, max_pages], column i is candidate first + i; NaN counts as -inf.
         spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
         capacity: of the lists, at least what the spans need.
         out: lists and counts to write; new ones by default.
@@ -45,7 +45,10 @@ def _new_lists(scores: Tensor, capacity: int) -> Lists:
 def visible_pages_reference(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
     pages, counts = out or _new_lists(scores, capacity)
     for row, (first, stop, k, held) in enumerate(spans.tolist()):
-        order = scores[row, :, : stop - first].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        numbers = scores[row, :, : stop - first]
+        order = (
+            torch.where(numbers.isnan(), -torch.inf, numbers).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        )
         sinks, window = (
             torch.arange(*span, device=scores.device).expand(len(order), -1) for span in ((0, first), (stop, held))
         )
@@ -73,7 +76,9 @@ def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: List
 
 @jit
 def ordered(x):
-    """Integers in the order of the floats."""
+    """Integers in the order of the floats. NaN, which a broken model or memory without keys brings, is -inf: no bracket
+    holds its bits, so lists would not be filled, and what was in their memory would be taken for pages."""
+    x = tl.where(x == x, x, float("-inf"))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -2147483648, 0, bits)  # the zeros are equal
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -190,6 +195,7 @@ def _visible_kernel(
         for start in range(0, stop - first, BLOCK):
             index = start + tl.arange(0, BLOCK)
             scores = tl.load(scores_ptr + index, mask=index < stop - first, other=float("-inf"))
+            scores = tl.where(scores == scores, scores, float("-inf"))
             largest = tl.max(tl.reshape(scores, (BLOCK // GROUP, GROUP)), 1)
             group = start // GROUP + tl.arange(0, BLOCK // GROUP)
             tl.store(maxima_ptr + group, largest, mask=group * GROUP < stop - first)
