@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvsift.errors import unknown
-from kvsift.models.scaled_linear import round_linears
+from kvsift.models.quantized import round_linears
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {

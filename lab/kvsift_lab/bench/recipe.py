@@ -221,7 +221,7 @@ def quantize() -> Any:
 
 def require_quantize(given: str | None) -> None:
     """Refuse a format of weights that is not known (``InputError``)."""
-    from kvsift.models.hf.model_directory import QUANTIZE
+    from kvsift.models.quantized import QUANTIZE
 
     require_known("quantize", [] if given is None else [given], QUANTIZE)
 

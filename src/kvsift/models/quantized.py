@@ -1,0 +1,140 @@
+"""Linear weights of 8 or 4 bits: where each format stays as it is, how plain weights are rounded to it, and which
+modules take the places of plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvsift.errors import UnsupportedModel
+from kvsift.kernels.int4_weight import Int4Weight
+from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8
+from kvsift.kernels.triton_shim import HAVE_TRITON
+from kvsift.models.packed_linear import PackedEmbedding, PackedLinear, can_stay_packed
+from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
+from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
+
+QUANTIZE = "fp8", "fp8_head"  # what plain weights can be rounded to
+Held = ScaledWeight | Int4Weight | PackedMatrix
+
+
+def _keeps_int4(device: torch.device, dtype: torch.dtype) -> bool:
+    on_gpu = HAVE_TRITON and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return on_gpu or can_stay_packed(device, dtype)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Weights of few bits: ``stays(device, dtype)`` says whether they stay so, with rows of a dtype; ``where``, in
+    words."""
+
+    stays: Callable[[torch.device, torch.dtype], bool]
+    where: str
+
+
+ON_CPU = "CPUs with the compiled core, in bfloat16 or float32"
+FORMATS = {
+    "fp8": Format(keeps_fp8, "NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"),
+    "int8": Format(can_stay_packed, ON_CPU),
+    "int4": Format(_keeps_int4, f"NVIDIA GPUs, in bfloat16 or float16, and on {ON_CPU}"),
+}
+
+
+@dataclass(frozen=True)
+class GroupedCodes:
+    """A matrix [out, in] of whole numbers with scales: weight [o, i] is ``(codes[o, i] - zeros[o, g]) * scales[o, g]``,
+    where g is the group of input i.
+
+    Attributes:
+        codes: uint8 [out, in].
+        scales: [out, groups], floating point.
+        zeros: int16 [out, groups], or None: all are half of the codes, 8 or 128.
+        bits: of a code, 4 or 8.
+        order: int64 [in], the group of each input; None: groups of equal size follow one another.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    order: Tensor | None = None
+
+    @property
+    def ins(self) -> int:
+        """Inputs of a group."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def expanded(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in], rounded to a dtype once."""
+        groups = self.order
+        if groups is None:
+            groups = torch.arange(self.codes.shape[1], device=self.codes.device) // self.ins
+        wide = torch.promote_types(dtype, torch.float32)
+        zeros = 1 << self.bits - 1 if self.zeros is None else self.zeros[:, groups]
+        return ((self.codes.to(torch.int16) - zeros).to(wide) * self.scales.to(wide)[:, groups]).to(dtype)
+
+    def held(self, device: torch.device, dtype: torch.dtype) -> Int4Weight | PackedMatrix | None:
+        """Return the weight as products on a device take it; None where float16 does not hold its scales."""
+        if can_stay_packed(device, dtype):
+            return self.packed()
+        zeros = None if self.zeros is None else self.zeros.to(torch.uint8)
+        return Int4Weight.of(self.codes, self.scales, zeros, self.ins)
+
+    def packed(self) -> PackedMatrix | None:
+        """Return the matrix of the compiled core: each of its blocks has the scale of its group, and the weight of the
+        middle code as minimum; None where float16 does not hold them."""
+        centre, repeats = 1 << self.bits - 1, self.ins // BLOCK
+        scales, minima = self.scales.float(), None
+        if self.zeros is not None:
+            minima = (scales * (centre - self.zeros)).repeat_interleave(repeats, 1).numpy()
+        table = (np.arange(16) - centre + CENTRE).astype(np.uint8) if self.bits == 4 else None
+        blocks = scales.repeat_interleave(repeats, 1).numpy()
+        return PackedMatrix.of([PackedCodes(self.codes.numpy(), blocks, minima, table)])
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
+    """Replace the modules whose weights have these names, and the head of a tied embedding; linear layers keep their
+    biases.
+
+    Raises:
+        InputError: naming a module that cannot have such a weight.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_id = {id(parameters[name]): weight for name, weight in weights.items() if name in parameters}
+    for name, module in list(model.named_modules()):
+        weight = by_id.get(id(module._parameters.get("weight")))
+        if weight is not None:
+            model.set_submodule(name, _module_of(name, module, weight))
+
+
+def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:
+    if isinstance(module, nn.Linear):
+        if isinstance(weight, PackedMatrix):
+            return PackedLinear(weight, module.bias, module.weight.dtype)
+        return (Int4Linear if isinstance(weight, Int4Weight) else ScaledLinear)(weight, module.bias)  # type: ignore[arg-type]
+    if isinstance(module, nn.Embedding) and isinstance(weight, PackedMatrix):
+        return PackedEmbedding(weight, module.weight.dtype, getattr(module, "embed_scale", None))
+    raise UnsupportedModel(
+        f"{name} has quantised weights, and is a {type(module).__name__}. Only linear layers can have them here."
+    )
+
+
+def round_linears(model: Any, device: torch.device, dtype: torch.dtype, head: bool = False) -> None:
+    """Round the weights of all linear layers of a transformers model to 8-bit floats with a scale per output, one by
+    one on the device, and those of the head if it is asked for; an embedding that has been tied to it stays. Where they
+    cannot stay so, they are expanded again."""
+    kept = None if head else model.get_output_embeddings()
+    stays = FORMATS["fp8"].stays(device, dtype)
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or module is kept:
+            continue
+        weight = ScaledWeight.of(module.weight.detach().to(device))
+        if stays:
+            model.set_submodule(name, _module_of(name, module, weight))
+        else:
+            module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)
