@@ -8,7 +8,6 @@ import io
 import pytest
 import torch
 from kernels.conftest import needs_triton
-from models.quantized_files import stay_everywhere
 from models.tiny import prompt, tiny
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from kvsift.kernels.scaled_weight import FP8, ScaledWeight
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.native_step import NativeStep
 from kvsift.models.projection import Projection
-from kvsift.models.quantized import put_weights, round_linears
+from kvsift.models.quantized import put_weights
 from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.capabilities import reason
 
@@ -116,32 +115,6 @@ def test_layers_of_several_kinds_are_called_one_by_one() -> None:
         assert joined.weight is None
         assert not joined.keeps_bits
         assert torch.equal(joined(x), torch.cat([module(x) for module in modules], 1))
-
-
-def test_all_linear_layers_but_the_head_are_rounded() -> None:
-    model = tiny("Llama").requires_grad_(False)
-    plain = copy.deepcopy(model)
-    round_linears(model, CPU, torch.float32)
-    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
-    before, after = (each.model.layers[1].mlp.up_proj.weight for each in (plain, model))
-    assert torch.equal(after, ScaledWeight.of(before).expanded(torch.float32))
-    assert not torch.equal(after, before)
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_head_is_rounded_beside_the_embedding_that_it_was_tied_to(
-    stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stay_everywhere(monkeypatch, stays)
-    model = tiny("Llama", tie_word_embeddings=True).requires_grad_(False)
-    embedding = model.model.embed_tokens.weight.clone()
-    round_linears(model, CPU, torch.float32, head=True)
-    assert torch.equal(model.model.embed_tokens.weight, embedding)
-    head, rounded = model.lm_head.weight, ScaledWeight.of(embedding).expanded(torch.float32)
-    assert isinstance(model.lm_head, ScaledLinear) == stays
-    assert torch.equal(head.expanded(torch.float32) if stays else head, rounded)
-    x = torch.randn(2, embedding.shape[1])
-    torch.testing.assert_close(DecoderStep(model).head(x), x @ rounded.T)
 
 
 def test_the_core_takes_no_step_of_eight_bits() -> None:

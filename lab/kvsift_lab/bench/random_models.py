@@ -51,5 +51,5 @@ def random_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
     if quantize is not None:
-        round_linears(model, device, dtype, head=quantize == "fp8_head")
+        round_linears(model, device, dtype, quantize)
     return model

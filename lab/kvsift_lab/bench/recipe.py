@@ -215,7 +215,7 @@ def shape() -> Any:
 
 
 def quantize() -> Any:
-    text = "fp8: linear weights but the head's are rounded to 8 bits; fp8_head: all."
+    text = "fp8, int8 or int4: linear weights but the head's are rounded to these; fp8_head: all."
     return option(None, text, kind=str | None)
 
 

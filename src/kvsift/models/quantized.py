@@ -19,7 +19,8 @@ from kvsift.models.packed_linear import PackedEmbedding, PackedLinear, can_stay_
 from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
 
-QUANTIZE = "fp8", "fp8_head"  # what plain weights can be rounded to
+QUANTIZE = "fp8", "fp8_head", "int8", "int4"  # what plain weights can be rounded to
+GROUP, LEAST_SCALE = 32, 2.0**-24  # inputs of a group, as measured; the smallest float16 above 0
 Held = ScaledWeight | Int4Weight | PackedMatrix
 
 
@@ -30,18 +31,26 @@ def _keeps_int4(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Format:
-    """Weights of few bits: ``stays(device, dtype)`` says whether they stay so, with rows of a dtype; ``where``, in
-    words."""
+    """Weights of few bits.
 
+    Attributes:
+        bits: of a weight.
+        held_bits: the same with scales and zero points, at most.
+        stays: device and dtype of rows -> whether weights stay so.
+        where: they stay, in words.
+    """
+
+    bits: int
+    held_bits: float
     stays: Callable[[torch.device, torch.dtype], bool]
     where: str
 
 
 ON_CPU = "CPUs with the compiled core, in bfloat16 or float32"
 FORMATS = {
-    "fp8": Format(keeps_fp8, "NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"),
-    "int8": Format(can_stay_packed, ON_CPU),
-    "int4": Format(_keeps_int4, f"NVIDIA GPUs, in bfloat16 or float16, and on {ON_CPU}"),
+    "fp8": Format(8, 8, keeps_fp8, "NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"),
+    "int8": Format(8, 9, can_stay_packed, ON_CPU),
+    "int4": Format(4, 5, _keeps_int4, f"NVIDIA GPUs, in bfloat16 or float16, and on {ON_CPU}"),
 }
 
 
@@ -63,6 +72,22 @@ class GroupedCodes:
     zeros: Tensor | None
     bits: int
     order: Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int) -> GroupedCodes:
+        """Return the nearest codes of a weight [out, in] in groups of 32 inputs: of 4 bits with zero points, so that
+        they reach from the smallest weight of a group to the largest, of 8 bits without."""
+        groups, last = weight.float().unflatten(1, (-1, GROUP)), (1 << bits) - 1
+        if bits == 4:
+            low = groups.amin(2).clamp_max(0)
+            scales = ((groups.amax(2).clamp_min(0) - low) / last).half().clamp_min(LEAST_SCALE)
+            zeros = (low / -scales.float()).round()
+        else:
+            scales = (groups.abs().amax(2) / (last // 2)).half().clamp_min(LEAST_SCALE)
+            zeros = torch.full(scales.shape, 1 << bits - 1, device=weight.device)
+        codes = (groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, last)
+        points = zeros.to(torch.int16) if bits == 4 else None
+        return cls(codes.flatten(1).to(torch.uint8), scales, points, bits)
 
     @property
     def ins(self) -> int:
@@ -124,17 +149,19 @@ def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:
     )
 
 
-def round_linears(model: Any, device: torch.device, dtype: torch.dtype, head: bool = False) -> None:
-    """Round the weights of all linear layers of a transformers model to 8-bit floats with a scale per output, one by
-    one on the device, and those of the head if it is asked for; an embedding that has been tied to it stays. Where they
-    cannot stay so, they are expanded again."""
-    kept = None if head else model.get_output_embeddings()
-    stays = FORMATS["fp8"].stays(device, dtype)
-    for name, module in list(model.named_modules()):
+def round_linears(model: Any, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
+    """Round the weights of all linear layers of a transformers model to one of ``QUANTIZE``, one by one on the device;
+    an embedding that has been tied to the head stays. Where they cannot stay so, they are expanded again."""
+    name = quantize.removesuffix("_head")
+    kept, stays = None if quantize != name else model.get_output_embeddings(), FORMATS[name].stays(device, dtype)
+    for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or module is kept:
             continue
-        weight = ScaledWeight.of(module.weight.detach().to(device))
+        plain, held = module.weight.detach().to(device), None
+        weight = ScaledWeight.of(plain) if name == "fp8" else GroupedCodes.of(plain, FORMATS[name].bits)
         if stays:
-            model.set_submodule(name, _module_of(name, module, weight))
-        else:
+            held = weight if isinstance(weight, ScaledWeight) else weight.held(device, dtype)
+        if held is None:
             module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)
+        else:
+            model.set_submodule(path, _module_of(path, module, held))

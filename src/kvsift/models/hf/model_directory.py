@@ -57,7 +57,7 @@ from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_checkpoint import QuantizedCheckpoint
 from kvsift.models.packed_linear import can_stay_packed
-from kvsift.models.quantized import FORMATS, QUANTIZE, put_weights, round_linears
+from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -114,8 +114,8 @@ class ModelDirectory:
         is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
         stored: weights of 8 or 4 bits that kvsift reads itself, or None.
-        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded; "fp8_head": the
-            head's too.
+        quantize: one of ``QUANTIZE``, to which linear weights but the head's are rounded when they are loaded; with
+            "fp8_head" the head's too.
     """
 
     path: Path
@@ -190,6 +190,14 @@ class ModelDirectory:
             raise UnsupportedModel(
                 f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
+            )
+        heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
+        widths = self.config.hidden_size, self.config.intermediate_size
+        odd = [width for width in (*widths, heads * (head_dim or widths[0] // heads)) if width % GROUP]
+        if quantize in ("int4", "int8") and odd:
+            raise UnsupportedModel(
+                f"quantize={quantize!r} rounds weights in groups of {GROUP} inputs, and {self.name} has layers of "
+                f"{odd[0]}. Take quantize='fp8', or leave it out."
             )
         return replace(self, quantize=quantize)
 
@@ -286,18 +294,22 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
+        of_few_bits = dtype.itemsize  # bytes of a number
+        if self.precision is not None and self.keeps_bits(device, dtype):
+            of_few_bits = FORMATS[self.precision].held_bits / 8
         if self.stored is not None:
-            own = self.stored.num_bytes if self.keeps_bits(device, dtype) else self.stored.num_values * dtype.itemsize
-            return (self.num_weight_bytes - self.stored.num_bytes) * dtype.itemsize // 2 + own
+            others = (self.num_weight_bytes - self.stored.num_bytes) // 2
+            return int(others * dtype.itemsize + self.stored.num_values * of_few_bits)
         stored = getattr(self.config, "dtype", None)
         numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
-        if self.quantize is None or not self.keeps_bits(device, dtype):
+        if self.quantize is None:
             return numbers * dtype.itemsize
-        embedding, is_tied = self.config.vocab_size * self.config.hidden_size, self.config.tie_word_embeddings
-        if self.quantize == "fp8_head":
-            return embedding * dtype.itemsize + numbers - (0 if is_tied else embedding)
-        kept = embedding * (1 if is_tied else 2)
-        return kept * dtype.itemsize + numbers - kept
+        kept = embedding = self.config.vocab_size * self.config.hidden_size
+        head = 0 if self.config.tie_word_embeddings else embedding
+        rounded = numbers - head
+        if self.quantize != "fp8_head":
+            kept, rounded = kept + head, rounded - embedding
+        return int(kept * dtype.itemsize + rounded * of_few_bits)
 
     @property
     def precision(self) -> str | None:
@@ -359,7 +371,7 @@ class ModelDirectory:
                 "%s: %s weights are expanded to %s. %s", self.path, name, str(dtype).removeprefix("torch."), why
             )
         if self.quantize is not None:
-            round_linears(model, device, dtype, head=self.quantize == "fp8_head")
+            round_linears(model, device, dtype, self.quantize)
         return model.eval() if self.is_quantised else model.to(device).eval()
 
     def _from_weights(
