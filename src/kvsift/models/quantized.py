@@ -21,6 +21,7 @@ from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
 
 QUANTIZE = "fp8", "fp8_head", "int8", "int4"  # what plain weights can be rounded to
 GROUP, LEAST_SCALE = 32, 2.0**-24  # inputs of a group, as measured; the smallest float16 above 0
+ROUNDED_AT_ONCE = 1 << 18  # numbers: larger temporary arrays leave holes in the process's memory
 Held = ScaledWeight | Int4Weight | PackedMatrix
 
 
@@ -77,17 +78,22 @@ class GroupedCodes:
     def of(cls, weight: Tensor, bits: int) -> GroupedCodes:
         """Return the nearest codes of a weight [out, in] in groups of 32 inputs: of 4 bits with zero points, so that
         they reach from the smallest weight of a group to the largest, of 8 bits without."""
-        groups, last = weight.float().unflatten(1, (-1, GROUP)), (1 << bits) - 1
-        if bits == 4:
-            low = groups.amin(2).clamp_max(0)
-            scales = ((groups.amax(2).clamp_min(0) - low) / last).half().clamp_min(LEAST_SCALE)
-            zeros = (low / -scales.float()).round()
-        else:
-            scales = (groups.abs().amax(2) / (last // 2)).half().clamp_min(LEAST_SCALE)
-            zeros = torch.full(scales.shape, 1 << bits - 1, device=weight.device)
-        codes = (groups / scales.float().unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, last)
-        points = zeros.to(torch.int16) if bits == 4 else None
-        return cls(codes.flatten(1).to(torch.uint8), scales, points, bits)
+        num_out, num_in = weight.shape
+        shape, device = (num_out, num_in // GROUP), weight.device
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=device)
+        scales = torch.empty(shape, dtype=torch.float16, device=device)
+        zeros, last = torch.full(shape, 1 << bits - 1, dtype=torch.int16, device=device), (1 << bits) - 1
+        step = max(1, ROUNDED_AT_ONCE // num_in)
+        for rows in (slice(start, start + step) for start in range(0, num_out, step)):
+            groups = weight[rows].float().unflatten(1, (-1, GROUP))
+            low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
+            widths = (high - low) / last if bits == 4 else torch.maximum(-low, high) / (last // 2)
+            scales[rows] = widths.clamp_min(LEAST_SCALE)
+            each = scales[rows].float()
+            if bits == 4:
+                zeros[rows] = (low / -each).round().to(torch.int16)
+            codes[rows] = ((groups / each.unsqueeze(2)).round() + zeros[rows].unsqueeze(2)).clamp(0, last).flatten(1)
+        return cls(codes, scales, zeros if bits == 4 else None, bits)
 
     @property
     def ins(self) -> int:

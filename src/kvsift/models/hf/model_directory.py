@@ -294,7 +294,7 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
-        of_few_bits = dtype.itemsize  # bytes of a number
+        of_few_bits: float = dtype.itemsize  # bytes of a number
         if self.precision is not None and self.keeps_bits(device, dtype):
             of_few_bits = FORMATS[self.precision].held_bits / 8
         if self.stored is not None:
@@ -346,6 +346,7 @@ class ModelDirectory:
                 del config.quantization_config
                 weights = self.stored.weights(device, dtype)
                 model, report = self._from_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, weights, options)
+                self.stored.close()
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,

@@ -112,11 +112,21 @@ class QuantizedCheckpoint:
         for name, file in self._places.items():
             layer, _, last = name.rpartition(".")
             if last not in UNUSED and not (layer in self.blocks and last in parts):
-                found[name] = self._opened[file].get_slice(name)
+                found[name] = LateWeight(
+                    self._opened[file].get_slice(name).get_shape(), dtype, partial(self._plain, name)
+                )
         for layer, shape in self.shapes.items():
             held = self.held(layer, device, dtype) if stays else None
             found[f"{layer}.weight"] = LateWeight(shape, dtype, partial(self.expanded, layer, dtype), held)
         return found
+
+    def close(self) -> None:
+        """Let go of the files, whose pages would count as memory of the process; they are opened again when needed."""
+        vars(self).pop("_opened", None)
+
+    def _plain(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[self._places[name]].get_tensor(name)
+        return tensor.clone()  # no view of the file, which would keep all of it
 
     def held(self, layer: str, device: torch.device, dtype: torch.dtype) -> Held | None:
         """Return a weight as products on a device take it; None where float16 does not hold its scales."""
