@@ -133,6 +133,27 @@ def test_whole_numbers_stay_packed_on_a_cpu(name: str, tmp_path: Path, caplog: p
     assert torch.equal(found, expected)
 
 
+@needs_core
+def test_scales_that_float16_does_not_hold_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "int4", lambda config, tensors: tensors[f"{Q}.weight_scale"].fill_(2.0**-30))
+    with caplog.at_level(logging.WARNING, "kvsift"):
+        model = ModelDirectory.check(tmp_path).load(CPU, torch.float32)
+    assert f"{Q} is expanded: float16 does not hold its scales" in caplog.text
+    assert type(model.get_submodule(Q)) is nn.Linear
+    assert isinstance(model.get_submodule(Q.replace("q_proj", "k_proj")), PackedLinear)
+    assert logits(model).isfinite().all()
+
+
+@needs_core
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what a process has mapped")
+def test_the_files_are_not_kept_in_memory(tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    directory = ModelDirectory.check(tmp_path)
+    model = directory.load(CPU, torch.float32)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(logits(directory.load(CPU, torch.float32)), logits(model))
+
+
 def test_what_the_checkpoint_says_about_generation_holds(tmp_path: Path) -> None:
     write(tmp_path, "fp8-channel")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, "repetition_penalty": 1.3}))
@@ -253,7 +274,7 @@ def has_its_inputs_in_another_order(config: dict[str, Any], tensors: Tensors) ->
         ("int4", lacks_groups, "has no config_groups"),
         ("fp8-channel", holds("weight_scale", torch.ones(2, 2)), "is [2, 2], and config.json calls for [192, 1]"),
         ("int4", holds("weight_scale", torch.ones(192, 1)), "is [192, 1], and config.json calls for [192, 3]"),
-        ("awq", holds("qzeros", torch.ones(3, 8)), "is [3, 8], and config.json calls for [3, 24]"),
+        ("awq", holds("qzeros", torch.ones(3, 8)), "is F32 [3, 8], and config.json calls for I32 [3, 24]"),
         ("int4", holds("weight_packed", torch.ones(192, 24)), "is F32 [192, 24], and should be a matrix of I32"),
         ("int8-channel", holds("weight", torch.ones(192, 2, 96).char()), "is I8 [192, 2, 96], and should be a matrix"),
         ("int4", says(group_size=128), "320 inputs, which are not whole groups of 128"),

@@ -117,6 +117,8 @@ class QuantizedCheckpoint:
                 )
         for layer, shape in self.shapes.items():
             held = self.held(layer, device, dtype) if stays else None
+            if stays and held is None:
+                log.warning("%s is expanded: float16 does not hold its scales", layer)
             found[f"{layer}.weight"] = LateWeight(shape, dtype, partial(self.expanded, layer, dtype), held)
         return found
 

@@ -104,15 +104,10 @@ class StoredFormat:
 
     @property
     def _is_taken(self) -> bool:
-        is_float = self.names.kind[0] == "float"
-        sizes = [
-            ins is None or (ins == BLOCK_INS if is_float else ins > 0 and ins % BLOCK == 0) for _, ins in self.blocks
-        ]
-        return (
-            all(sizes)
-            and self.bits in self.names.kind[1]
-            and (is_float or all(outs in (1, None) for outs, _ in self.blocks))
-        )
+        if self.names.kind[0] == "float":
+            return all(ins in (None, BLOCK_INS) for _, ins in self.blocks)
+        sizes = [outs in (1, None) and (ins is None or (ins > 0 and ins % BLOCK == 0)) for outs, ins in self.blocks]
+        return all(sizes) and self.bits in self.names.kind[1]
 
     @property
     def names(self) -> Spelling:
@@ -168,11 +163,12 @@ class StoredFormat:
         dtype, found = entries[scales := f"{layer}.{names.scales}"]
         if dtype not in SCALE_DTYPES:
             raise WrongFile(f"{scales} in {folder} is {dtype}; kvsift reads scales of {', '.join(SCALE_DTYPES)}.")
-        sizes = [ins or BLOCK for _, ins in self.blocks]
-        if names.kind[0] == "int" and all(num_in % size for size in sizes):
-            raise DamagedFile(f"{layer} in {folder} has {num_in} inputs, which are not whole groups of {sizes[0]}.")
-        expected = []
-        for outs, ins in self.blocks:
+        expected, is_float = [], names.kind[0] == "float"
+        blocks = [block for block in self.blocks if is_float or num_in % (block[1] or BLOCK) == 0]
+        if not blocks:
+            size = self.blocks[0][1] or BLOCK
+            raise DamagedFile(f"{layer} in {folder} has {num_in} inputs, which are not whole groups of {size}.")
+        for outs, ins in blocks:
             counts = -(-num_out // (outs or num_out)), -(-num_in // (ins or num_in))
             wanted = counts[::-1] if names.by_input else counts
             if found == wanted or (counts[1] == 1 and found == counts[:1]) or (counts == (1, 1) and found == ()):
@@ -184,10 +180,11 @@ class StoredFormat:
         if self.has_zeros:
             words = -(-num_out // self._per_word)
             wanted = (counts[1], words) if names.by_input else (words, counts[1])
-            if (found := entries[f"{layer}.{names.zeros}"][1]) != wanted:
+            dtype, found = entries[f"{layer}.{names.zeros}"]
+            if (dtype, found) != (names.dtype, wanted):
                 raise DamagedFile(
-                    f"{layer}.{names.zeros} in {folder} is {list(found)}, and {config_file.name} calls for "
-                    f"{list(wanted)}."
+                    f"{layer}.{names.zeros} in {folder} is {dtype} {list(found)}, and {config_file.name} calls for "
+                    f"{names.dtype} {list(wanted)}."
                 )
         return outs, ins
 
