@@ -171,3 +171,6 @@ def round_linears(model: Any, device: torch.device, dtype: torch.dtype, quantize
             module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)
         else:
             model.set_submodule(path, _module_of(path, module, held))
+    if stays and device.type == "cpu":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # no view of the file, which would keep all of it in memory

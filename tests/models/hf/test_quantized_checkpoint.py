@@ -146,9 +146,12 @@ def test_scales_that_float16_does_not_hold_are_told_of(tmp_path: Path, caplog: p
 
 @needs_core
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what a process has mapped")
-def test_the_files_are_not_kept_in_memory(tmp_path: Path) -> None:
-    write(tmp_path, "awq")
-    directory = ModelDirectory.check(tmp_path)
+@pytest.mark.parametrize("quantize", [None, "int4"])
+def test_the_files_are_not_kept_in_memory(quantize: str | None, tmp_path: Path) -> None:
+    write_model(tmp_path, **SIZES)
+    if quantize is None:
+        write_quantized(tmp_path, "awq")
+    directory = ModelDirectory.check(tmp_path).quantized(quantize)
     model = directory.load(CPU, torch.float32)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(logits(directory.load(CPU, torch.float32)), logits(model))
