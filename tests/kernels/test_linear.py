@@ -33,7 +33,7 @@ CASES = [  # (rows, out, in, tiling)
     (16, 21, 50, on_tensor_cores(16, 32, 4, 2)),
     (32, 140, 200, on_tensor_cores(32, 64, 4, 3)),
 ]
-SIZES = [(64, 1100), (40, 300), (33, 256), (200, 140)]
+SIZES = [(40, 300), (33, 256), (200, 140)]
 if DEVICE == "cuda":
     SIZES += [(4096, 4096), (6144, 4096), (1000, 14336), (77, 80), (28672, 4096), (128256, 4096)]
 ALL = ("norm", "bias", "residual")
@@ -104,7 +104,7 @@ def test_the_twin_is_as_near_to_the_exact_product_as_the_reference(
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 19])
-@pytest.mark.parametrize(("num_out", "num_in"), SIZES)
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 1100), *SIZES])
 def test_the_chosen_tilings_are_right(num_out: int, num_in: int, rows: int, kind: str, dtype: torch.dtype) -> None:
     weight, exact = weight_of(kind, num_out, num_in, dtype)
     x, how = draw(rows, *weight.shape, dtype)
@@ -112,7 +112,7 @@ def test_the_chosen_tilings_are_right(num_out: int, num_in: int, rows: int, kind
 
 
 @needs_triton
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 32), st.integers(1, 150), st.integers(1, 300), st.sampled_from(KINDS), st.sampled_from([32, 64, 128])
 )
