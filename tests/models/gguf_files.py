@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvsift.gguf_file import GgufTensor
 from kvsift.models.hf.gguf_codes import packed_matrix
-from kvsift.models.packed_linear import put_packed
+from kvsift.models.quantized import put_weights
 
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
@@ -84,7 +84,7 @@ def pack_model(model: PreTrainedModel, kind: GGMLQuantizationType) -> PreTrained
         matrix = packed_matrix(packed_tensor(weight.detach().float().numpy(), kind))
         assert matrix is not None
         matrices[name] = matrix
-    put_packed(model, matrices, model.dtype)
+    put_weights(model, matrices)
     return model
 
 

@@ -16,7 +16,8 @@ from kvsift.kernels.scaled_weight import FP8, ScaledWeight
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.native_step import NativeStep
 from kvsift.models.projection import Projection
-from kvsift.models.scaled_linear import ScaledLinear, put_scaled, round_linears
+from kvsift.models.quantized import put_weights
+from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.capabilities import reason
 
 CPU, IN = torch.device("cpu"), 192
@@ -44,7 +45,7 @@ def test_a_rounded_model_is_copied_saved_and_cast() -> None:
     plain = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not model.lm_head:
-            put_scaled(model, {name: ScaledWeight.of(module.weight)})
+            put_weights(model, {f"{name}.weight": ScaledWeight.of(module.weight)})
     expected = model(prompt(20)).logits
     assert 0 < (expected - plain(prompt(20)).logits).norm() < 0.1 * expected.norm()
     assert torch.equal(copy.deepcopy(model)(prompt(20)).logits, expected)
@@ -116,36 +117,10 @@ def test_layers_of_several_kinds_are_called_one_by_one() -> None:
         assert torch.equal(joined(x), torch.cat([module(x) for module in modules], 1))
 
 
-def test_all_linear_layers_but_the_head_are_rounded() -> None:
-    model = tiny("Llama").requires_grad_(False)
-    plain = copy.deepcopy(model)
-    round_linears(model, CPU, torch.float32)
-    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
-    before, after = (each.model.layers[1].mlp.up_proj.weight for each in (plain, model))
-    assert torch.equal(after, ScaledWeight.of(before).expanded(torch.float32))
-    assert not torch.equal(after, before)
-
-
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_head_is_rounded_beside_the_embedding_that_it_was_tied_to(
-    stays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: stays)
-    model = tiny("Llama", tie_word_embeddings=True).requires_grad_(False)
-    embedding = model.model.embed_tokens.weight.clone()
-    round_linears(model, CPU, torch.float32, head=True)
-    assert torch.equal(model.model.embed_tokens.weight, embedding)
-    head, rounded = model.lm_head.weight, ScaledWeight.of(embedding).expanded(torch.float32)
-    assert isinstance(model.lm_head, ScaledLinear) == stays
-    assert torch.equal(head.expanded(torch.float32) if stays else head, rounded)
-    x = torch.randn(2, embedding.shape[1])
-    torch.testing.assert_close(DecoderStep(model).head(x), x @ rounded.T)
-
-
 def test_the_core_takes_no_step_of_eight_bits() -> None:
     model = tiny("Llama").requires_grad_(False)
     module = model.model.layers[0].mlp.down_proj
-    put_scaled(model, {"model.layers.0.mlp.down_proj": ScaledWeight.of(module.weight)})
+    put_weights(model, {"model.layers.0.mlp.down_proj.weight": ScaledWeight.of(module.weight)})
     step = DecoderStep(model)
     assert not step.keeps_bits
     assert reason(step, NativeStep.of_weights) == "the core does not multiply with its weights"

@@ -32,10 +32,9 @@ def drawn_codes(kind: str, num_out: int, num_in: int, seed: int = 0) -> PackedCo
 
 
 def matrix_of(codes: PackedCodes) -> PackedMatrix:
-    tiles, table = codes.tiles(), b"" if codes.table is None else codes.table.tobytes()
-    assert tiles is not None
-    halves = codes.scales.shape[1] * 32 > codes.codes.shape[1]
-    return PackedMatrix(torch.from_numpy(tiles), table, len(codes.codes), codes.minima is not None, halves)
+    matrix = PackedMatrix.of([codes])
+    assert matrix is not None
+    return matrix
 
 
 def drawn_matrix(kind: str, num_out: int, num_in: int, seed: int = 0) -> PackedMatrix:
@@ -133,9 +132,12 @@ def test_inputs_that_are_not_finite_give_no_numbers_and_zeros_give_the_bias(leve
 def test_scales_that_float16_does_not_hold_are_not_packed(scale: float) -> None:
     codes = drawn_codes("4 affine", 20, 96)
     codes.scales[3, 1] = scale
-    assert codes.tiles() is None
+    if 0 < scale < 1:
+        codes.scales[:] = scale  # all of them
+    assert PackedMatrix.of([codes]) is None
     fine = drawn_codes("4 affine", 20, 96)
     fine.scales[3, 1] = 2.0**-100  # as good as 0: the scale of a block of zeros in MXFP4
+    fine.scales[4, 1] = 2.0**-26  # as good as 0 beside the others
     assert fine.tiles() is not None
 
 

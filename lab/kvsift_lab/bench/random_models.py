@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvsift.errors import unknown
-from kvsift.models.scaled_linear import round_linears
+from kvsift.models.quantized import round_linears
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -51,5 +51,5 @@ def random_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
     if quantize is not None:
-        round_linears(model, device, dtype, head=quantize == "fp8_head")
+        round_linears(model, device, dtype, quantize)
     return model

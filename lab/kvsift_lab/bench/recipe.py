@@ -215,13 +215,13 @@ def shape() -> Any:
 
 
 def quantize() -> Any:
-    text = "fp8: linear weights but the head's are rounded to 8 bits; fp8_head: all."
+    text = "fp8, int8 or int4: linear weights but the head's are rounded to these; fp8_head: all."
     return option(None, text, kind=str | None)
 
 
 def require_quantize(given: str | None) -> None:
     """Refuse a format of weights that is not known (``InputError``)."""
-    from kvsift.models.hf.model_directory import QUANTIZE
+    from kvsift.models.quantized import QUANTIZE
 
     require_known("quantize", [] if given is None else [given], QUANTIZE)
 

@@ -55,9 +55,10 @@ class LLM(Engine):
             this model, else the default one with a guard, which is logged; so is every ``plan`` below.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
-        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats with a scale per output when they are
-            loaded (Llama, Mistral, Qwen2, Qwen3); "fp8_head": the head's too. They stay so on GPUs from Ada and Hopper
-            on, in 16-bit dtypes, and are expanded elsewhere.
+        quantize: to what linear weights but the head's are rounded when they are loaded (Llama, Mistral, Qwen2, Qwen3):
+            "int4" and "int8", whole numbers of 4 and 8 bits in groups of 32 inputs, or "fp8", 8-bit floats with a scale
+            per output, "fp8_head" the head's too. On a CPU int4 and int8 stay so; on a GPU, in 16-bit dtypes, int4, and
+            fp8 from Ada and Hopper on. Elsewhere they are expanded.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,

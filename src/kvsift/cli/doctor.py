@@ -62,6 +62,7 @@ def _machine(name: str) -> dict[str, Any]:
     from kvsift.engine.memory import GIB, available_bytes
     from kvsift.kernels.attention import fused_runs
     from kvsift.models.hf.model_directory import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
+    from kvsift.models.quantized import FORMATS
 
     device = choose_device(name)
     embedded = ModelDirectory.check(None)
@@ -84,7 +85,7 @@ def _machine(name: str) -> dict[str, Any]:
             "page scores": "one torch matrix product per layer",
             "selected pages": "gathered, then as dense attention",
             "decode steps": _decode_path(device.type == "cuda"),
-            "fp8 weights": _fp8_path(device),
+            **{f"{name} weights": _weights_path(name, device) for name in FORMATS},
             "short contexts": "sparse steps can be slower than dense ones, which kvsift ask --compare dense times; "
             + _short_contexts(device.type == "cuda"),
         },
@@ -98,14 +99,18 @@ def _short_contexts(on_gpu: bool) -> str:
     return "on a CPU they stay sparse unless --dense-below N is given"
 
 
-def _fp8_path(device: Any) -> str:
+def _weights_path(name: str, device: Any) -> str:
     import torch
 
-    from kvsift.kernels.scaled_weight import keeps_fp8, multiplies_fp8
+    from kvsift.kernels.scaled_weight import multiplies_fp8
+    from kvsift.models.quantized import FORMATS
 
-    if not keeps_fp8(device, torch.bfloat16):
-        return "expanded to --dtype when they are loaded; GPUs of compute capability 8.9 or higher multiply them"
-    many = "rounded to 8 bits too" if multiplies_fp8(device) else "multiplied by expanded weights"
+    if not FORMATS[name].stays(device, torch.bfloat16):
+        return f"expanded to --dtype when they are loaded; multiplied as they are on {FORMATS[name].where}"
+    if device.type == "cpu":
+        return "multiplied as they are, by inputs in 8 bits"
+    rounds = name == "fp8" and multiplies_fp8(device)
+    many = "rounded to 8 bits too" if rounds else "multiplied by expanded weights"
     return f"multiplied as they are; rows of more than 32 tokens are {many}"
 
 

@@ -37,7 +37,8 @@ QuantizeOption = Annotated[
     str | None,
     typer.Option(
         "--quantize",
-        help="fp8: round linear weights to 8-bit floats when they are loaded, for recent GPUs; fp8_head: the head too.",
+        help="Round linear weights when they are loaded: int4 for GPUs and CPUs, int8 for CPUs, fp8 for recent GPUs, "
+        "fp8_head there the head too.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

@@ -111,9 +111,8 @@ class ModelRunner(Uncopied):
     @property
     def precision(self) -> str:
         """Name of the dtype, and the format of weights that have been rounded to another."""
-        stored, dtype = self.directory.stored, str(self.dtype).removeprefix("torch.")
-        name = stored.name if stored is not None else "fp8" if self.directory.quantize is not None else ""
-        return f"{dtype}, {name} weights" if name else dtype
+        name, dtype = self.directory.precision, str(self.dtype).removeprefix("torch.")
+        return dtype if name is None else f"{dtype}, {name} weights"
 
     @property
     def generation_settings(self) -> GenerationSettings:

@@ -159,12 +159,7 @@ def row_products(
             prefetch(weights, num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
-    if scale_ptr is None:
-        if DOT:
-            products = dot_products(x_ptr, weights, None, x_row, rows, num_in, ROWS, OUTS, INS, 0, EVEN, DEPTH)
-        else:
-            products = sum_products(x_ptr, weights, norm_ptr, eps, num_in, OUTS, INS, EVEN, DEPTH)
-    elif weight_ptr.dtype.element_ty == tl.uint8:
+    if scale_ptr is not None and weight_ptr.dtype.element_ty == tl.uint8:
         scales = scale_ptr + outs * scale_row  # [OUTS]
         zeros = None
         if zero_ptr is not None:
@@ -178,75 +173,55 @@ def row_products(
                 x_ptr, weights, scales, zeros, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
             )
     else:
-        scales = scale_ptr + outs // SCALE_OUTS * scale_row  # [OUTS]
+        scales = None
+        if scale_ptr is not None:
+            scales = scale_ptr + outs // SCALE_OUTS * scale_row  # [OUTS]
         if DOT:
             products = dot_products(
                 x_ptr, weights, scales, x_row, rows, num_in, ROWS, OUTS, INS, SCALE_INS, EVEN, DEPTH
             )
         else:
-            products = sum_scaled_products(
-                x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
-            )
-        if SCALE_INS == 0:
+            products = sum_products(x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
+        if scale_ptr is not None and SCALE_INS == 0:
             products *= tl.load(scales)[None, :]
     return products
 
 
 @jit
 def sum_products(
-    x_ptr, weights, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
-    DEPTH: tl.constexpr,
-):  # fmt: skip
-    """One row: an iteration loads DEPTH * INS weights of every output before it adds any."""
-    i = tl.arange(0, DEPTH)[None, :, None] * INS + tl.arange(0, INS)[None, None, :]
-    weights = weights[:, None, None]
-    total = tl.zeros((OUTS, INS), tl.float32)
-    squares = tl.zeros((1, INS), tl.float32)
-    for start in range(0, num_in, DEPTH * INS):
-        inside = i < num_in - start
-        w = load(weights + (start + i), inside, EVEN)
-        x = load(x_ptr + (start + i), inside, EVEN).to(tl.float32)
-        if norm_ptr is not None:
-            squares += tl.sum(x * x, 1)
-            x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
-        total += tl.sum(x * w.to(tl.float32), 1)
-    products = tl.sum(total, 1)
-    if norm_ptr is not None:
-        products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)
-    return products[None, :]
-
-
-@jit
-def sum_scaled_products(
     x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_INS: tl.constexpr,
     EVEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One row and 8-bit weights: 8 consecutive ones are summed first, in one thread, and have one scale.
+    """One row: an iteration loads DEPTH * INS weights of every output before it adds any.
 
-    The last axis keeps the loads of a row and of the weights alike, though a number of the row has two bytes: threads
-    would have to exchange them otherwise.
+    Of 8-bit weights 8 consecutive ones are summed first, in one thread, and have one scale: the last axis keeps the
+    loads of a row and of the weights alike, though a number of the row has two bytes; threads would have to exchange
+    them otherwise.
     """
-    LANES: tl.constexpr = DEPTH * INS // LANE
-    lane = tl.arange(0, LANES)[None, :]
-    i = lane[:, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
+    AXIS: tl.constexpr = 1 if scales is None else 2  # that is summed first
+    SUMS: tl.constexpr = INS if scales is None else DEPTH * INS // LANE
+    lane = tl.arange(0, SUMS)[None, :]
+    if scales is None:
+        i = tl.arange(0, DEPTH)[None, :, None] * INS + tl.arange(0, INS)[None, None, :]
+    else:
+        i = lane[:, :, None] * LANE + tl.arange(0, LANE)[None, None, :]
     weights = weights[:, None, None]
-    total = tl.zeros((OUTS, LANES), tl.float32)
-    squares = tl.zeros((1, LANES), tl.float32)
+    total = tl.zeros((OUTS, SUMS), tl.float32)
+    squares = tl.zeros((1, SUMS), tl.float32)
     for start in range(0, num_in, DEPTH * INS):
         inside = i < num_in - start
         w = load(weights + (start + i), inside, EVEN)
         x = load(x_ptr + (start + i), inside, EVEN).to(tl.float32)
         if norm_ptr is not None:
-            squares += tl.sum(x * x, 2)
+            squares += tl.sum(x * x, AXIS)
             x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
-        sums = tl.sum(x * w.to(tl.float16).to(tl.float32), 2)
+        if scales is not None:
+            w = w.to(tl.float16)
+        sums = tl.sum(x * w.to(tl.float32), AXIS)
         if SCALE_INS > 0:
             sums *= load(scales[:, None] + (start + lane * LANE) // SCALE_INS, lane * LANE < num_in - start, EVEN)
         total += sums
-    products = tl.sum(total, 1)
-    if norm_ptr is not None:
-        products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)
-    return products[None, :]
+    return normalised(total, squares, norm_ptr, eps, num_in)
 
 
 @jit
@@ -277,6 +252,12 @@ def sum_int4_products(
         second = ((codes >> 4).to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - centre
         scale = load(scales[:, None] + group, has_lane, EVEN).to(tl.float32)
         total += tl.sum(lower * first + upper * second, 2) * scale
+    return normalised(total, squares, norm_ptr, eps, num_in)
+
+
+@jit
+def normalised(total, squares, norm_ptr, eps, num_in):
+    """The sums of parts of a row, over the root of the mean square of the row if it has a norm."""
     products = tl.sum(total, 1)
     if norm_ptr is not None:
         products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)

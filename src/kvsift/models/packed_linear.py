@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -117,16 +116,3 @@ class PackedEmbedding(_Packed):
 def can_stay_packed(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the compiled core multiplies packed weights there, with inputs of a dtype."""
     return AVAILABLE and device.type == "cpu" and dtype in ROW_DTYPES
-
-
-def put_packed(model: nn.Module, matrices: Mapping[str, PackedMatrix], dtype: torch.dtype) -> None:
-    """Replace the modules whose weights have these names by packed ones, and the head of a tied embedding."""
-    by_id = {id(parameter): matrices[name] for name, parameter in model.named_parameters() if name in matrices}
-    for name, module in list(model.named_modules()):
-        matrix = by_id.get(id(module.weight)) if isinstance(module, nn.Linear | nn.Embedding) else None
-        if matrix is None:
-            continue
-        if isinstance(module, nn.Linear):
-            model.set_submodule(name, PackedLinear(matrix, module.bias, dtype))
-        else:
-            model.set_submodule(name, PackedEmbedding(matrix, dtype, getattr(module, "embed_scale", None)))

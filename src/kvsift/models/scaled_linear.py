@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvsift.errors import UnsupportedModel
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.linear import linear
-from kvsift.kernels.scaled_weight import FP8, ScaledWeight, keeps_fp8
+from kvsift.kernels.scaled_weight import FP8, ScaledWeight
 
 
 class _WeightLinear(nn.Module):
@@ -87,34 +85,3 @@ class Int4Linear(_WeightLinear):
     def weight(self) -> Int4Weight:
         """The weight, which shares the memory of the buffers."""
         return Int4Weight(self.codes, self.scales, self.zeros, self.ins)
-
-
-def put_scaled(model: nn.Module, weights: Mapping[str, ScaledWeight | Int4Weight]) -> None:
-    """Replace the linear layers of these names, which keep their biases.
-
-    Raises:
-        InputError: naming a weight of another module.
-    """
-    for name, weight in weights.items():
-        module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear):
-            raise UnsupportedModel(
-                f"{name} has quantised weights, and is a {type(module).__name__}. Only linear layers can have them."
-            )
-        put = Int4Linear(weight, module.bias) if isinstance(weight, Int4Weight) else ScaledLinear(weight, module.bias)
-        model.set_submodule(name, put)
-
-
-def round_linears(model: Any, device: torch.device, dtype: torch.dtype, head: bool = False) -> None:
-    """Round the weights of all linear layers of a transformers model to 8-bit floats with a scale per output, one by
-    one on the device, and those of the head if it is asked for; an embedding that has been tied to it stays. Where they
-    cannot stay so, they are expanded again."""
-    kept = None if head else model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or module is kept:
-            continue
-        weight = ScaledWeight.of(module.weight.detach().to(device))
-        if keeps_fp8(device, dtype):
-            put_scaled(model, {name: weight})
-        else:
-            module.weight = nn.Parameter(weight.expanded(dtype), requires_grad=False)

@@ -8,7 +8,7 @@ whatever the number of rows or threads and the instruction set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from kvsift.native.shapes import ROW_DTYPES
 
 BLOCK, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
 HALF_ROUNDING, NOTHING = 2.0**-11, 2.0**-40  # of scales in float16: their relative error, and what is as good as 0
+LEAST_SHARE = 2.0**-14  # of the largest scale or minimum: an error of that size is as good as none
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class PackedCodes:
 
     def tiles(self) -> np.ndarray | None:
         """Return uint8 [tiles, blocks, bytes of a block], as csrc/isa/isa.hpp describes it; None if float16 does not
-        hold the scales or minima, as in damaged files."""
+        hold the scales or minima: those of damaged files, or tiny ones."""
         numbers = [each for each in (self.scales, self.minima) if each is not None]
         with np.errstate(all="ignore"):
             halves = [each.astype(np.float16) for each in numbers]
             for exact, rounded in zip(numbers, halves):
-                error = np.abs(exact - rounded.astype(np.float32))
-                if not (error <= HALF_ROUNDING * np.abs(exact) + NOTHING).all():  # NaN and infinity neither
+                sizes, error = np.abs(exact), np.abs(exact - rounded.astype(np.float32))
+                fits = error <= HALF_ROUNDING * sizes + LEAST_SHARE * sizes.max() + NOTHING
+                if not (fits & np.isfinite(rounded)).all():
                     return None
         num_out, num_in = self.codes.shape
         num_tiles, num_blocks = -(-num_out // TILE), num_in // BLOCK
@@ -87,6 +89,22 @@ class PackedMatrix:
     num_out: int
     affine: bool
     halves: bool
+
+    @classmethod
+    def of(cls, parts: Iterable[PackedCodes]) -> PackedMatrix | None:
+        """Pack codes, given as one or in parts, of whole tiles of outputs but the last; None where float16 does not
+        hold scales or minima."""
+        tiles, num_out = list[np.ndarray](), 0
+        for part in parts:
+            some = part.tiles()
+            if some is None:
+                return None
+            tiles.append(some)
+            num_out += len(part.codes)
+        table = b"" if part.table is None else part.table.tobytes()
+        halves = part.scales.shape[1] * BLOCK > part.codes.shape[1]
+        whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+        return cls(whole, table, num_out, part.minima is not None, halves)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy reads tiles of its own
         return PackedMatrix, (self.tiles, self.table, self.num_out, self.affine, self.halves)

@@ -14,6 +14,7 @@ from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, pool_bytes, 
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
+from models.quantized_files import stay_everywhere
 
 from kvsift.errors import InputError
 from kvsift.models.decoder_step import DecoderStep
@@ -63,7 +64,7 @@ def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -
 
 
 def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
+    stay_everywhere(monkeypatch, stays=True)
     plain, model = (random_model("tiny", CPU, torch.bfloat16, quantize=quantize) for quantize in (None, "fp8"))
     before = weight_bytes(plain)
     linears = [module for module in model.modules() if isinstance(module, ScaledLinear)]

@@ -26,17 +26,8 @@ def packed_matrix(tensor: GgufTensor) -> PackedMatrix | None:
     """Return a matrix with the weights of a tensor, packed; None where its type or its scales have no packed form."""
     if tensor.type not in TYPES or len(tensor.shape) != 2:
         return None
-    first, tiles = _codes(tensor, 0, TILE), []
     step = max(TILE, tensor.rows_at_once // TILE * TILE)
-    for start in range(0, len(tensor.packed), step):
-        some = _codes(tensor, start, start + step).tiles()
-        if some is None:
-            return None
-        tiles.append(some)
-    table = b"" if first.table is None else first.table.tobytes()
-    halves = first.scales.shape[1] * 16 == tensor.shape[1]
-    whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
-    return PackedMatrix(whole, table, tensor.shape[0], first.minima is not None, halves)
+    return PackedMatrix.of(_codes(tensor, start, start + step) for start in range(0, len(tensor.packed), step))
 
 
 def num_bytes(tensor: GgufTensor, dtype: torch.dtype, stays_packed: bool) -> int:

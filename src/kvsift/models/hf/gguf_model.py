@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from math import isclose
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvsift.errors import DamagedFile, UnsupportedModel, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
 from kvsift.models.hf.gguf_codes import packed_matrix
-from kvsift.native.packed import PackedMatrix
+from kvsift.models.hf.late_weight import LateWeight
 
 log = logging.getLogger("kvsift")
 # model_type and class of each architecture
@@ -125,8 +126,8 @@ def config_of(file: GgufFile) -> Any:
     return transformers.AutoConfig.for_model(model_type, **fields)
 
 
-def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, ModelWeight]:
-    """Return the weights by their names in transformers, each expanded when it is asked for."""
+def weights_of(file: GgufFile, config: Any, dtype: torch.dtype, stay_packed: bool) -> dict[str, LateWeight]:
+    """Return the weights by their names in transformers; matrices stay packed where they are to and can."""
     gemma = config.model_type.startswith("gemma")
     names = NAMES_OF_GEMMA_LAYER if gemma else NAMES_OF_LAYER
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -140,39 +141,21 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, Mod
         if config.model_type == "llama" and part in heads:
             tensor = _unpermuted(tensor, heads[part])
         is_norm = gemma and full_name.endswith("norm.weight")  # the file has the weight plus 1
-        weights[full_name if target is None else f"{target}.{suffix}"] = ModelWeight(tensor, dtype, is_norm)
+        weights[full_name if target is None else f"{target}.{suffix}"] = LateWeight(
+            tensor.shape,
+            dtype,
+            partial(_expanded, tensor, dtype, is_norm),
+            packed_matrix(tensor) if stay_packed else None,
+        )
     return weights
 
 
-class ModelWeight:
-    """A weight that transformers reads by ``weight[...]``, as one of safetensors; only then is it expanded.
-
-    Attributes:
-        shape: of the weight.
-        matrix: once it has been packed, which is to replace what transformers has read.
-    """
-
-    def __init__(self, tensor: GgufTensor, dtype: torch.dtype, is_one_more: bool) -> None:
-        self._tensor, self._dtype, self._is_one_more = tensor, dtype, is_one_more
-        self.shape = tensor.shape
-        self.matrix: PackedMatrix | None = None
-
-    def pack(self) -> None:
-        """Pack the weight if it is a matrix of a type that stays packed; transformers reads NaN, without memory."""
-        self.matrix = packed_matrix(self._tensor)
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def __getitem__(self, _: object) -> Tensor:
-        if self.matrix is not None:
-            return torch.full((1,), torch.nan, dtype=self._dtype).expand(self.shape)
-        tensor = self._tensor
-        expanded = torch.empty(len(tensor.packed), tensor.shape[-1], dtype=self._dtype)
-        for start in range(0, len(tensor.packed), tensor.rows_at_once):
-            rows = torch.from_numpy(np.require(tensor.expand(start, start + tensor.rows_at_once), requirements="W"))
-            expanded[start : start + tensor.rows_at_once] = rows - 1 if self._is_one_more else rows
-        return expanded.view(tensor.shape)
+def _expanded(tensor: GgufTensor, dtype: torch.dtype, is_one_more: bool) -> Tensor:
+    expanded = torch.empty(len(tensor.packed), tensor.shape[-1], dtype=dtype)
+    for start in range(0, len(tensor.packed), tensor.rows_at_once):
+        rows = torch.from_numpy(np.require(tensor.expand(start, start + tensor.rows_at_once), requirements="W"))
+        expanded[start : start + tensor.rows_at_once] = rows - 1 if is_one_more else rows
+    return expanded.view(tensor.shape)
 
 
 def _unpermuted(tensor: GgufTensor, num_heads: int) -> GgufTensor:

@@ -47,21 +47,19 @@ from kvsift.errors import (
     unknown,
 )
 from kvsift.gguf_file import PART, GgufFile, is_gguf
-from kvsift.kernels.scaled_weight import keeps_fp8
 from kvsift.methods import checks
 from kvsift.models.decoder_step import MODEL_TYPES
 from kvsift.models.embedded import embedded_model
-from kvsift.models.hf.fp8_checkpoint import Fp8Checkpoint
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
-from kvsift.models.hf.int4_checkpoint import Int4Checkpoint
-from kvsift.models.packed_linear import can_stay_packed, put_packed
-from kvsift.models.scaled_linear import put_scaled, round_linears
+from kvsift.models.hf.late_weight import LateWeight
+from kvsift.models.hf.quantized_checkpoint import QuantizedCheckpoint
+from kvsift.models.packed_linear import can_stay_packed
+from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
 log = logging.getLogger("kvsift")
-QUANTIZE = "fp8", "fp8_head"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -116,8 +114,8 @@ class ModelDirectory:
         is_quantised: whether transformers loads weights that keep the format of the files, whatever the dtype.
         gguf: the opened file; None: it is a directory.
         stored: weights of 8 or 4 bits that kvsift reads itself, or None.
-        quantize: "fp8": linear weights but the head's are rounded to 8-bit floats when they are loaded; "fp8_head": the
-            head's too.
+        quantize: one of ``QUANTIZE``, to which linear weights but the head's are rounded when they are loaded; with
+            "fp8_head" the head's too.
     """
 
     path: Path
@@ -125,7 +123,7 @@ class ModelDirectory:
     num_weight_bytes: int
     is_quantised: bool = False
     gguf: GgufFile | None = None
-    stored: Fp8Checkpoint | Int4Checkpoint | None = None
+    stored: QuantizedCheckpoint | None = None
     quantize: str | None = None
 
     @classmethod
@@ -154,8 +152,7 @@ class ModelDirectory:
                 ) from error
             raise UnreadableFile(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
-        readers = (each.of(config, weights, directory / "config.json") for each in (Fp8Checkpoint, Int4Checkpoint))
-        stored = next((each for each in readers if each is not None), None)
+        stored = QuantizedCheckpoint.of(config, weights, directory / "config.json")
         is_quantised = stored is None and getattr(config, "quantization_config", None) is not None
         checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, stored=stored)
         checked._require_layers()
@@ -193,6 +190,14 @@ class ModelDirectory:
             raise UnsupportedModel(
                 f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
+            )
+        heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
+        widths = self.config.hidden_size, self.config.intermediate_size
+        odd = [width for width in (*widths, heads * (head_dim or widths[0] // heads)) if width % GROUP]
+        if quantize in ("int4", "int8") and odd:
+            raise UnsupportedModel(
+                f"quantize={quantize!r} rounds weights in groups of {GROUP} inputs, and {self.name} has layers of "
+                f"{odd[0]}. Take quantize='fp8', or leave it out."
             )
         return replace(self, quantize=quantize)
 
@@ -289,19 +294,37 @@ class ModelDirectory:
             return sum(num_bytes(tensor, dtype, packed) for tensor in self.gguf.tensors.values())
         if self.is_quantised:
             return self.num_weight_bytes
+        of_few_bits: float = dtype.itemsize  # bytes of a number
+        if self.precision is not None and self.keeps_bits(device, dtype):
+            of_few_bits = FORMATS[self.precision].held_bits / 8
         if self.stored is not None:
-            expanded = self.stored.num_values * dtype.itemsize
-            own = self.stored.num_bytes if self.stored.stays(device, dtype) else expanded
-            return (self.num_weight_bytes - self.stored.num_bytes) * dtype.itemsize // 2 + own
+            others = (self.num_weight_bytes - self.stored.num_bytes) // 2
+            return int(others * dtype.itemsize + self.stored.num_values * of_few_bits)
         stored = getattr(self.config, "dtype", None)
         numbers = self.num_weight_bytes // getattr(stored, "itemsize", dtype.itemsize)
-        if self.quantize is None or not keeps_fp8(device, dtype):
+        if self.quantize is None:
             return numbers * dtype.itemsize
-        embedding, is_tied = self.config.vocab_size * self.config.hidden_size, self.config.tie_word_embeddings
-        if self.quantize == "fp8_head":
-            return embedding * dtype.itemsize + numbers - (0 if is_tied else embedding)
-        kept = embedding * (1 if is_tied else 2)
-        return kept * dtype.itemsize + numbers - kept
+        kept = embedding = self.config.vocab_size * self.config.hidden_size
+        head = 0 if self.config.tie_word_embeddings else embedding
+        rounded = numbers - head
+        if self.quantize != "fp8_head":
+            kept, rounded = kept + head, rounded - embedding
+        return int(kept * dtype.itemsize + rounded * of_few_bits)
+
+    @property
+    def precision(self) -> str | None:
+        """The format of weights of few bits, a key of ``FORMATS``, if kvsift multiplies them and all have one."""
+        return (
+            self.stored.format.name
+            if self.stored is not None
+            else self.quantize and self.quantize.removesuffix("_head")
+        )
+
+    def keeps_bits(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether weights of few bits stay so on a device, with rows of a dtype."""
+        if self.stored is not None:
+            return self.stored.stays(device, dtype)
+        return self.precision is not None and FORMATS[self.precision].stays(device, dtype)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
@@ -312,21 +335,18 @@ class ModelDirectory:
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # its report is checked below
-        stays = keeps_fp8(device, dtype) if self.stored is None else self.stored.stays(device, dtype)
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
             if self.gguf is not None:
                 made = getattr(transformers, self.config.architectures[0])
-                weights = weights_of(self.gguf, self.config, dtype)
-                if can_stay_packed(device, dtype):
-                    for weight in weights.values():
-                        weight.pack()
-                model, report = made.from_pretrained(None, config=self.config, state_dict=weights, **options)
-                model.config.name_or_path = str(self.path)
-                packed = {name: weight.matrix for name, weight in weights.items() if weight.matrix is not None}
-                put_packed(model, packed, dtype)
+                weights = weights_of(self.gguf, self.config, dtype, can_stay_packed(device, dtype))
+                model, report = self._from_weights(made, self.config, weights, options)
             elif self.stored is not None:
-                model, report = self._from_stored(self.stored, stays, options)
+                config = copy(self.config)
+                del config.quantization_config
+                weights = self.stored.weights(device, dtype)
+                model, report = self._from_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, weights, options)
+                self.stored.close()
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -345,29 +365,24 @@ class ModelDirectory:
         _check_report(self.path, self._config_file.name, report)
         if self.is_quantised:
             log.warning("%s: its quantised weights are multiplied by transformers' own layers", self.path)
-        if (self.stored is not None or self.quantize is not None) and not stays:
-            kind = self.stored or Fp8Checkpoint
+        name = self.precision
+        if name is not None and not self.keeps_bits(device, dtype):
+            why = f"They stay so on {FORMATS[name].where}" if self.stored is None else self.stored.why_expanded
             log.warning(
-                "%s: %s weights are expanded to %s. They stay on %s, in bfloat16 or float16", self.path, kind.name,
-                str(dtype).removeprefix("torch."), kind.needs,
-            )  # fmt: skip
-        if self.stored is not None and stays:
-            read = {name: self.stored.read(name, device) for name in self.stored.shapes}
-            put_scaled(model, {name.removesuffix(".weight"): weight for name, weight in read.items()})
-        elif self.quantize is not None:
-            round_linears(model, device, dtype, head=self.quantize == "fp8_head")
+                "%s: %s weights are expanded to %s. %s", self.path, name, str(dtype).removeprefix("torch."), why
+            )
+        if self.quantize is not None:
+            round_linears(model, device, dtype, self.quantize)
         return model.eval() if self.is_quantised else model.to(device).eval()
 
-    def _from_stored(
-        self, stored: Fp8Checkpoint | Int4Checkpoint, stays: bool, options: dict[str, Any]
+    def _from_weights(
+        self, made: Any, config: Any, weights: dict[str, Any], options: dict[str, Any]
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model, and transformers' report; where the weights of few bits stay, those of the model are NaN."""
-        config = copy(self.config)
-        del config.quantization_config
-        made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        weights = stored.weights(options["dtype"], stays)
+        """The model of these weights, and transformers' report."""
         model, report = made.from_pretrained(None, config=config, state_dict=weights, **options)
         model.config.name_or_path = str(self.path)
+        late = {name: weight.held for name, weight in weights.items() if isinstance(weight, LateWeight)}
+        put_weights(model, {name: held for name, held in late.items() if held is not None})
         if (self.path / GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
         return model, report

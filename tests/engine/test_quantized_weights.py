@@ -1,4 +1,4 @@
-"""Answers with weights of 8-bit floats: expanded on a CPU, multiplied as they are on a GPU."""
+"""Answers with weights of 8 and 4 bits: expanded, or multiplied as they are."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model, write_tokenizer
-from models.fp8_files import FORMATS, write_fp8
+from models.quantized_files import FP8_FORMATS, INT4_FORMATS, stay_everywhere, write_quantized
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import kvsift
-from kvsift import LLM, InputError
-from kvsift.kernels.scaled_weight import keeps_fp8, rounds_rows
-from kvsift.models.hf import model_directory
+from kvsift import LLM, InputError, native
+from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8, rounds_rows
+from kvsift.models import quantized
 from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.projection import Projection
-from kvsift.models.scaled_linear import ScaledLinear, round_linears
+from kvsift.models.quantized import round_linears
+from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 
 CPU = torch.device("cpu")
 QUEST = "quest:budget=128:window=16:dense_layers=0"
-COVERING = (
-    "quest:budget=4096:window=16:dense_layers=0"  # random weights make pages almost equal: last bits would choose
-)
+# random weights make pages almost equal: last bits would choose
+COVERING = "quest:budget=4096:window=16:dense_layers=0"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 8}
 ROUNDING = 0.5  # of the spread of the logits: a token drawn at random costs about 3
 FEW = 32  # tokens of a prompt that are multiplied in 16 bits
@@ -42,37 +44,60 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("plain"), **SIZES)
 
 
-@pytest.fixture(scope="module")
-def rounded(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with its weights rounded in the files."""
+def rounded(directory: Path, quantize: str, folder: Path) -> Path:
+    """The same model with its weights rounded in the files, and expanded."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    round_linears(model, CPU, torch.float32)
-    folder = tmp_path_factory.mktemp("rounded")
+    with pytest.MonkeyPatch.context() as patch:
+        stay_everywhere(patch, stays=False)
+        round_linears(model, CPU, torch.float32, quantize)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
+@pytest.mark.parametrize("quantize", ["fp8", "int4", "int8"])
 def test_an_answer_is_that_of_the_rounded_weights(
-    directory: Path, rounded: Path, caplog: pytest.LogCaptureFixture
+    quantize: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stay_everywhere(monkeypatch, stays=False)
     with caplog.at_level(logging.WARNING, "kvsift"):
-        found = LLM(directory, QUEST, device="cpu", quantize="fp8").generate(text_of(600), max_new_tokens=12)
-    assert "fp8 weights are expanded to float32. They stay on NVIDIA GPUs" in caplog.text
-    expected = LLM(rounded, QUEST, device="cpu").generate(text_of(600), max_new_tokens=12)
-    assert found.token_ids == expected.token_ids
+        found = LLM(directory, QUEST, device="cpu", quantize=quantize).generate(text_of(600), max_new_tokens=12)
+    assert f"{quantize} weights are expanded to float32. They stay so on " in caplog.text
+    expected = LLM(rounded(directory, quantize, tmp_path), QUEST, device="cpu")
+    assert found.token_ids == expected.generate(text_of(600), max_new_tokens=12).token_ids
 
 
-def test_steps_multiply_weights_that_stay(directory: Path, rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
-    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
-    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
-    llm = LLM(directory, QUEST, device="cpu", quantize="fp8", path="eager")
-    found = llm.generate([text_of(600), text_of(200)], max_new_tokens=12)
-    assert isinstance(llm.model.model.layers[0].mlp.up_proj, ScaledLinear)
-    expected = LLM(rounded, QUEST, device="cpu", path="eager").generate([text_of(600), text_of(200)], max_new_tokens=12)
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_steps_multiply_weights_that_stay(
+    quantize: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stay_everywhere(monkeypatch, stays=True)
+    monkeypatch.setattr(quantized, "can_stay_packed", lambda device, dtype: False)  # as on a GPU
+    prompts = [text_of(600), text_of(200)]
+    llm = LLM(directory, QUEST, device="cpu", quantize=quantize, path="eager")
+    found = llm.generate(prompts, max_new_tokens=12)
+    assert isinstance(llm.model.model.layers[0].mlp.up_proj, ScaledLinear if quantize == "fp8" else Int4Linear)
+    expected = LLM(rounded(directory, quantize, tmp_path), QUEST, device="cpu", path="eager")
+    answers = expected.generate(prompts, max_new_tokens=12)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in answers]
     assert found[0].path == "eager"
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+@pytest.mark.parametrize("name", ["quantize=int4", "quantize=int8", "awq", "int8-channel"])
+def test_answers_with_packed_weights_are_the_same_alone_together_and_exact(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path, **SIZES)
+    _, _, quantize = name.partition("=")
+    if not quantize:
+        write_quantized(tmp_path, name)
+    llm = LLM(tmp_path, QUEST, device="cpu", dense_below=0, deterministic=True, quantize=quantize or None)
+    assert isinstance(llm.model.model.layers[0].mlp.up_proj, PackedLinear)
+    prompts = [text_of(length) for length in (700, 130, 350)]
+    alone = [llm.generate(prompt, plan="dense", max_new_tokens=16).token_ids for prompt in prompts]
+    together = llm.generate(prompts, plan="dense", max_new_tokens=16)
+    exact = llm.generate(prompts, max_new_tokens=16, exact=True)
+    assert [answer.token_ids for answer in together] == alone
+    assert [answer.token_ids for answer in exact] == alone
 
 
 def test_it_says_what_its_weights_are(directory: Path) -> None:
@@ -92,12 +117,17 @@ def test_a_document_is_opened_with_the_weights_that_read_it(directory: Path, tmp
 
 
 def test_formats_that_are_not_known_are_refused(directory: Path) -> None:
-    with pytest.raises(InputError, match=r"unknown quantize 'fp9'; did you mean 'fp8'\?"):
+    with refused("unknown_name: unknown quantize 'fp9'; did you mean 'fp8'?"):
         LLM(directory, "dense", quantize="fp9")
 
 
+def test_layers_that_are_not_whole_groups_of_inputs_are_refused(tmp_path: Path) -> None:
+    with refused("unsupported_model: rounds weights in groups of 32 inputs, and"):
+        LLM(write_model(tmp_path, hidden_size=64, intermediate_size=100), "dense", quantize="int4")
+
+
 def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
-    write_fp8(write_model(tmp_path, **SIZES), "channel")
+    write_quantized(write_model(tmp_path, **SIZES), "fp8-channel")
     with pytest.raises(InputError, match=r"are quantised already, and quantize='fp8' rounds plain ones"):
         LLM(tmp_path, "dense", quantize="fp8")
 
@@ -107,36 +137,33 @@ def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "fp8_head"])
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_head", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_counted_with_one_byte_where_they_stay(
+def test_weights_are_counted_as_they_stay(
     tied: bool, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES))
-    assert plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16) == plain.weight_bytes(CPU, torch.bfloat16)
-    monkeypatch.setattr(model_directory, "keeps_fp8", lambda device, dtype: True)
-    monkeypatch.setattr("kvsift.models.hf.fp8_checkpoint.keeps_fp8", lambda device, dtype: True)
-    monkeypatch.setattr("kvsift.models.scaled_linear.keeps_fp8", lambda device, dtype: True)
-    model = plain.quantized(quantize).load(CPU, torch.bfloat16)
-    held = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
-    assert held == pytest.approx(plain.quantized(quantize).weight_bytes(CPU, torch.bfloat16), rel=0.05)
+    directory = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES)).quantized(quantize)
+    for stays in (False, True):
+        stay_everywhere(monkeypatch, stays)
+        model = directory.load(CPU, torch.bfloat16)
+        packed = [module.matrix.tiles for module in model.modules() if isinstance(module, PackedLinear)]
+        held = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers(), *packed))
+        assert held == pytest.approx(directory.weight_bytes(CPU, torch.bfloat16), rel=0.05)
 
 
-def open_on_gpu(directory: Path, **options: Any) -> LLM:
-    return LLM(directory, QUEST, device="cuda", dtype="bfloat16", dense_below=0, **options)
+def open_on_gpu(directory: Path, plan: str = QUEST, **options: Any) -> LLM:
+    return LLM(directory, plan, device="cuda", dtype="bfloat16", dense_below=0, **options)
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", ["quantize", *FORMATS])
+@pytest.mark.parametrize("name", ["quantize=fp8", "quantize=int4", *FP8_FORMATS, *INT4_FORMATS])
 def test_captured_steps_answer_as_the_composed_path_does(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, **SIZES)
-    if name != "quantize":
-        write_fp8(tmp_path, name)
-    options: dict[str, Any] = {"quantize": "fp8"} if name == "quantize" else {}
-    llm = LLM(
-        tmp_path, COVERING, device="cuda", dtype="bfloat16", dense_below=0, path="captured", chunk_size=FEW, **options
-    )
+    _, _, quantize = name.partition("=")
+    if not quantize:
+        write_quantized(tmp_path, name)
+    llm = open_on_gpu(tmp_path, COVERING, path="captured", chunk_size=FEW, quantize=quantize or None)
     answer = llm.generate(text_of(700), max_new_tokens=40)
     assert answer.path == "captured"
     assert worst_token(llm, text_of(700), answer.token_ids) < ROUNDING
@@ -162,10 +189,10 @@ def worst_token(llm: LLM, text: str, new_ids: list[int]) -> float:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FP8_FORMATS, *INT4_FORMATS])
 @pytest.mark.parametrize("rows", [1, 5, 32, 33, 400])
 def test_products_on_a_gpu_are_those_of_the_files(rows: int, name: str, tmp_path: Path) -> None:
-    weights = write_fp8(write_model(tmp_path, "Qwen2", **SIZES), name)  # which has biases
+    weights = write_quantized(write_model(tmp_path, "Qwen2", **SIZES), name)  # which has biases
     layer = open_on_gpu(tmp_path).model.model.layers[0]
     names = [f"self_attn.{part}_proj" for part in "qkv"]
     stored = [[weights[f"model.layers.0.{each}.{part}"] for each in names] for part in ("weight", "bias")]
@@ -174,19 +201,20 @@ def test_products_on_a_gpu_are_those_of_the_files(rows: int, name: str, tmp_path
     joined = Projection.of(*(layer.get_submodule(each) for each in names))
     assert joined.weight is not None
     error = (joined(x.to("cuda")).float().cpu() - expected).norm() / expected.norm()
-    is_rounded = rows > 32 and rounds_rows(x.to("cuda"), joined.weight)
+    is_rounded = rows > 32 and isinstance(joined.weight, ScaledWeight) and rounds_rows(x.to("cuda"), joined.weight)
     assert error < (0.06 if is_rounded else 0.005)
     assert (error > 0.01) == is_rounded
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", ["quantize", "transformers"])
+@pytest.mark.parametrize("name", ["quantize=fp8", "quantize=int4", "fp8-transformers", "int4", "awq"])
 def test_exact_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -> None:
     write_model(tmp_path, "Qwen3", **SIZES)
-    if name != "quantize":
-        write_fp8(tmp_path, name)
-    llm = open_on_gpu(tmp_path, deterministic=True, quantize="fp8" if name == "quantize" else None)
+    _, _, quantize = name.partition("=")
+    if not quantize:
+        write_quantized(tmp_path, name)
+    llm = open_on_gpu(tmp_path, deterministic=True, quantize=quantize or None)
     prompts = [text_of(length) for length in (700, 130, 350, 90, 510)]
     alone = [llm.generate(prompt, plan="dense", max_new_tokens=24).token_ids for prompt in prompts]
     together = llm.generate(prompts, plan="dense", max_new_tokens=24)
@@ -197,10 +225,10 @@ def test_exact_answers_are_those_of_dense_attention(name: str, tmp_path: Path) -
 
 @pytest.mark.gpu
 @on_gpu
-def test_weights_take_half_the_memory(tmp_path: Path) -> None:
+def test_weights_take_a_half_or_a_third_of_the_memory(tmp_path: Path) -> None:
     directory = write_model(tmp_path, hidden_size=1024, intermediate_size=4096, head_dim=64, num_attention_heads=16)
     sizes = []
-    for quantize in (None, "fp8", "fp8_head"):
+    for quantize in (None, "fp8", "fp8_head", "int4"):
         before = torch.cuda.memory_allocated()
         llm = open_on_gpu(directory, quantize=quantize)
         llm.load()
@@ -212,3 +240,4 @@ def test_weights_take_half_the_memory(tmp_path: Path) -> None:
         gc.collect()
     assert keeps_fp8(torch.device("cuda"), torch.bfloat16)
     assert sizes[2] < sizes[1] < 0.6 * sizes[0]
+    assert sizes[3] < 0.4 * sizes[0]

@@ -1,0 +1,188 @@
+"""Directories whose linear weights have 8 or 4 bits: the files checked against their configuration, and read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from kvsift.errors import DamagedFile, WrongFile
+from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.models.decoder_step import MODEL_TYPES
+from kvsift.models.hf.late_weight import LateWeight
+from kvsift.models.hf.quantized_formats import Block, StoredFormat
+from kvsift.models.quantized import FORMATS, GroupedCodes, Held
+
+log = logging.getLogger("kvsift")
+UNUSED = "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "weight_shape"
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """Weights of few bits in the files of a directory.
+
+    Attributes:
+        files: of the directory.
+        format: of the weights.
+        blocks: name of a layer -> outputs and inputs that share a scale.
+        shapes: name of a layer -> [out, in].
+    """
+
+    files: tuple[Path, ...]
+    format: StoredFormat
+    blocks: Mapping[str, Block]
+    shapes: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, config: Any, files: Sequence[Path], config_file: Path) -> QuantizedCheckpoint | None:
+        """Check the weights of a directory; None if they are none that kvsift multiplies itself.
+
+        Raises:
+            InputError: if configuration and files contradict each other.
+        """
+        given = getattr(config, "quantization_config", None)
+        stored = None if given is None or config.model_type not in MODEL_TYPES else StoredFormat.of(given, config_file)
+        if stored is None:
+            return None
+        names = stored.names
+        if any(file.suffix != ".safetensors" for file in files):
+            raise WrongFile(f"{config_file.parent} has {stored.in_words}, which are read from *.safetensors alone.")
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+                entries |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
+        layers = stored.layers(entries)
+        blocks = {layer: stored.check(layer, entries, config_file) for layer in layers}
+        lone = sorted(name for name in entries if name.endswith(f".{names.scales}")
+                      and name.removesuffix(f".{names.scales}") not in blocks)  # fmt: skip
+        if lone:
+            raise DamagedFile(
+                f"{config_file.parent} has {lone[0]}, and no {names.values} of {names.dtype} that it belongs to."
+            )
+        if not layers:
+            raise DamagedFile(
+                f"{config_file} says that weights are {stored.in_words}, and the files have no {names.values} of "
+                f"{names.dtype}. Remove its quantization_config if they are plain weights."
+            )
+        if stored.asks_for_kv:
+            log.warning("%s asks for keys and values in 8 bits (kv_cache_scheme); they keep --dtype", config_file)
+        return cls(tuple(files), stored, blocks, {layer: stored.shape_of(layer, entries) for layer in layers})
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in weights of few bits."""
+        return sum(num_out * num_in for num_out, num_in in self.shapes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights of few bits, in the files; in memory about as many, where they stay."""
+        num_scales = 0
+        for layer, (num_out, num_in) in self.shapes.items():
+            outs, ins = self.blocks[layer]
+            num_scales += -(-num_out // (outs or num_out)) * -(-num_in // (ins or num_in))
+        return self.num_values * self.format.bits // 8 + 2 * num_scales
+
+    def stays(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether weights stay in few bits on a device, with rows of a dtype."""
+        return FORMATS[self.format.name].stays(device, dtype) and not self.format.has_order
+
+    @property
+    def why_expanded(self) -> str:
+        """What to do where they do not stay."""
+        if self.format.has_order:
+            return "Their groups have inputs from everywhere (desc_act, actorder): take a checkpoint made without"
+        return f"They stay so on {FORMATS[self.format.name].where}"
+
+    def weights(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """Return what transformers reads, by name.
+
+        Raises:
+            InputError: if scales or values are not finite.
+        """
+        names, stays, found = self.format.names, self.stays(device, dtype), dict[str, Any]()
+        parts = {names.values, names.scales, names.zeros, names.order}
+        for name, file in self._places.items():
+            layer, _, last = name.rpartition(".")
+            if last not in UNUSED and not (layer in self.blocks and last in parts):
+                found[name] = LateWeight(
+                    self._opened[file].get_slice(name).get_shape(), dtype, partial(self._plain, name)
+                )
+        for layer, shape in self.shapes.items():
+            held = self.held(layer, device, dtype) if stays else None
+            if stays and held is None:
+                log.warning("%s is expanded: float16 does not hold its scales", layer)
+            found[f"{layer}.weight"] = LateWeight(shape, dtype, partial(self.expanded, layer, dtype), held)
+        return found
+
+    def close(self) -> None:
+        """Let go of the files, whose pages would count as memory of the process; they are opened again when needed."""
+        vars(self).pop("_opened", None)
+
+    def _plain(self, name: str) -> Tensor:
+        tensor: Tensor = self._opened[self._places[name]].get_tensor(name)
+        return tensor.clone()  # no view of the file, which would keep all of it
+
+    def held(self, layer: str, device: torch.device, dtype: torch.dtype) -> Held | None:
+        """Return a weight as products on a device take it; None where float16 does not hold its scales."""
+        read = self._read(layer, device)
+        return read if isinstance(read, ScaledWeight) else read.held(device, dtype)
+
+    def expanded(self, layer: str, dtype: torch.dtype) -> Tensor:
+        """Return a weight [out, in] in a dtype, on the CPU."""
+        return self._read(layer, torch.device("cpu")).expanded(dtype)
+
+    def _read(self, layer: str, device: torch.device) -> ScaledWeight | GroupedCodes:
+        names, (num_out, num_in), (outs, ins) = self.format.names, self.shapes[layer], self.blocks[layer]
+        values, scales = (self._tensor(layer, part, device) for part in (names.values, names.scales))
+        is_float = self.format.name == "fp8"
+        if not scales.isfinite().all() or (is_float and (values.view(torch.uint8) & 0x7F == 0x7F).any()):
+            file = self._places[f"{layer}.{names.values}"]
+            raise DamagedFile(f"{layer}.{names.values} in {file} or its scales hold numbers that are not finite.")
+        scales = scales.t() if names.by_input and scales.dim() > 1 else scales
+        if outs is None:  # as many as outputs, so that it can be joined with others
+            scales, outs = scales.reshape(1, 1).expand(num_out, 1), 1
+        scales = scales.reshape(-(-num_out // outs), -1).contiguous()
+        if is_float:
+            return ScaledWeight(values, scales.float(), outs, ins or num_in)
+        codes, zeros = self.format.codes(
+            values, self._tensor(layer, names.zeros, device) if self.format.has_zeros else None
+        )
+        if zeros is not None and (zeros == 1 << self.format.bits - 1).all():
+            zeros = None
+        return GroupedCodes(codes, scales, zeros, self.format.bits, self._order(layer, scales.shape[1], device))
+
+    def _order(self, layer: str, num_groups: int, device: torch.device) -> Tensor | None:
+        """The groups of a layer's inputs, if they do not follow one another."""
+        name, num_in = f"{layer}.{self.format.names.order}", self.shapes[layer][1]
+        if name not in self._places:
+            return None
+        groups = self._tensor(layer, self.format.names.order, device).long()
+        if torch.equal(groups, torch.arange(num_in, device=device) * num_groups // num_in):
+            return None
+        is_known = groups.shape == (num_in,) and 0 <= int(groups.min()) <= int(groups.max()) < num_groups
+        if not (self.format.has_order and is_known):
+            raise DamagedFile(
+                f"{name} in {self._places[name]} does not give {num_in} inputs the {num_groups} groups that the "
+                "configuration calls for."
+            )
+        return groups
+
+    def _tensor(self, layer: str, part: str, device: torch.device) -> Tensor:
+        tensor: Tensor = self._opened[self._places[f"{layer}.{part}"]].get_tensor(f"{layer}.{part}")
+        return tensor.to(device)
+
+    @cached_property
+    def _opened(self) -> dict[Path, Any]:
+        return {file: safe_open(file, framework="pt") for file in self.files}
+
+    @cached_property
+    def _places(self) -> dict[str, Path]:
+        return {name: file for file, opened in self._opened.items() for name in opened.keys()}  # noqa: SIM118
