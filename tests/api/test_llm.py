@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from kvsift import LLM
 from kvsift.api.answer import Answer
-from kvsift.api.llm import MOST_CHUNK
 
 PROMPT = text_of(400)
 
@@ -153,26 +152,8 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(ends: str, llama: Path, tmp
     assert len(answer.itl_s) == len(answer.token_ids)  # the end took a step of its own
 
 
-def test_an_empty_prompt_is_refused(llm: LLM) -> None:
-    with refused("empty_text: the prompt is empty"):
-        llm.generate("")
-
-
-def test_nothing_to_generate_is_refused(llm: LLM) -> None:
-    with refused("invalid_value: max_new_tokens=0"):
-        llm.generate(PROMPT, max_new_tokens=0)
-
-
 @pytest.mark.usefixtures("no_weights")
 def test_a_layer_that_the_model_lacks_is_refused_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama, "tidal_decode:budget=128:correction=13")
     with refused("invalid_value: correction=13"):
         llm.generate(PROMPT)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"chunk_size": 0}, {"chunk_size": MOST_CHUNK + 1}, {"chunk_size": "64"}, {"probe_every": -1}]
-)
-def test_a_setting_out_of_range_is_refused(llama: Path, setting: dict[str, Any]) -> None:
-    with refused(f"invalid_value: {next(iter(setting))}"):
-        LLM(llama, **setting)

@@ -256,6 +256,7 @@ def test_twenty_threads_share_an_llm(llama: Path) -> None:
         answers = list(threads.map(lambda text: llm.generate(text, max_new_tokens=6).token_ids, texts))
     assert answers == expected
     llm.loop.check()
+    assert llm.loop.seqs == []
     [thread] = [each for each in threading.enumerate() if each not in others]
     assert thread.name == "kvsift engine"
     llm.close()
