@@ -216,8 +216,8 @@ def test_a_cycle_through_a_function_is_found_in_the_laboratory(
         ("models/hf/x.py", "from transformers import Cache", True),
         ("models/x.py", "from transformers.cache_utils import Cache", False),
         ("vllm/x.py", "from vllm.config import VllmConfig", True),
-        ("vllm/x.py", "from kvsift.models.step import Step", False),  # side by side
-        ("tokenization/x.py", "from kvsift.models.step import Step", True),
+        ("vllm/x.py", "from kvsift.models.captured_step import Step", False),  # side by side
+        ("tokenization/x.py", "from kvsift.models.captured_step import Step", True),
         ("engine/x.py", "from kvsift.api.llm import LLM", False),
         ("cli/x.py", "def f():\n    import vllm", False),
     ],

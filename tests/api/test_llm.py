@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from kvsift import LLM
 from kvsift.api.answer import Answer
-from kvsift.api.llm import MOST_CHUNK
 
 PROMPT = text_of(400)
 
@@ -108,36 +107,27 @@ def test_pieces_add_up_to_the_text(llm: LLM) -> None:
     assert "".join(pieces) == answer.text
 
 
-def test_no_piece_holds_half_a_character(llm: LLM) -> None:
-    answer, pieces = said(llm, "wörld ☃ 🌲.", max_new_tokens=len("wörld ☃ 🌲.".encode()))
-    assert answer.text == "wörld ☃ 🌲."
-    assert pieces == list("wörld ☃ 🌲.")
-
-
-def test_a_text_that_ends_in_half_a_character_is_streamed_to_its_end(llm: LLM) -> None:
-    answer, pieces = said(llm, "ab☃", max_new_tokens=4)
-    assert answer.text == "ab\ufffd"
-    assert pieces == ["a", "b", "\ufffd"]
-
-
-def test_a_stop_of_several_tokens_ends_the_text_and_is_never_shown(llm: LLM) -> None:
-    answer, pieces = said(llm, "one EN two ENDED", stop="END")
-    assert answer.text == "".join(pieces) == "one EN two "
-    assert len(answer.token_ids) == len("one EN two END")
-
-
-def test_a_stop_that_overlaps_itself_is_found(llm: LLM) -> None:
-    answer, pieces = said(llm, "aaab", stop="aab")
-    assert answer.text == "".join(pieces) == "a"
-
-
-def test_a_stop_in_the_white_space_before_an_answer_does_not_count(llm: LLM) -> None:
-    assert said(llm, "\n\n42\nand on", stop="\n")[0].text == "\n\n42"
-
-
-def test_without_its_stop_a_text_runs_to_its_length(llm: LLM) -> None:
-    answer, pieces = said(llm, "one E", stop="END", max_new_tokens=5)
-    assert answer.text == "".join(pieces) == "one E"
+@pytest.mark.parametrize(
+    ("written", "options", "text", "pieces"),
+    [
+        ("wörld ☃ 🌲.", {"max_new_tokens": 16}, "wörld ☃ 🌲.", list("wörld ☃ 🌲.")),  # a token per byte
+        ("ab☃", {"max_new_tokens": 4}, "ab\ufffd", ["a", "b", "\ufffd"]),
+        ("one EN two ENDED", {"stop": "END"}, "one EN two ", None),
+        ("aaab", {"stop": "aab"}, "a", None),
+        ("\n\n42\nand on", {"stop": "\n"}, "\n\n42", None),
+        ("one E", {"stop": "END", "max_new_tokens": 5}, "one E", None),
+    ],
+    ids=["whole characters", "half a character at the end", "a stop of several tokens", "a stop that overlaps itself",
+         "white space before an answer is no stop", "no stop"],
+)  # fmt: skip
+def test_texts_and_their_pieces(
+    llm: LLM, written: str, options: dict[str, Any], text: str, pieces: list[str] | None
+) -> None:
+    answer, streamed = said(llm, written, **options)
+    assert answer.text == "".join(streamed) == text
+    assert pieces is None or streamed == pieces
+    if options.get("stop") == "END" and "END" in written:
+        assert len(answer.token_ids) == len("one EN two END")
 
 
 @pytest.mark.parametrize("ends", ["one", "several"])
@@ -153,26 +143,8 @@ def test_an_end_token_ends_the_text_and_is_not_in_it(ends: str, llama: Path, tmp
     assert len(answer.itl_s) == len(answer.token_ids)  # the end took a step of its own
 
 
-def test_an_empty_prompt_is_refused(llm: LLM) -> None:
-    with refused("empty_text: the prompt is empty"):
-        llm.generate("")
-
-
-def test_nothing_to_generate_is_refused(llm: LLM) -> None:
-    with refused("invalid_value: max_new_tokens=0"):
-        llm.generate(PROMPT, max_new_tokens=0)
-
-
 @pytest.mark.usefixtures("no_weights")
 def test_a_layer_that_the_model_lacks_is_refused_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama, "tidal_decode:budget=128:correction=13")
     with refused("invalid_value: correction=13"):
         llm.generate(PROMPT)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"chunk_size": 0}, {"chunk_size": MOST_CHUNK + 1}, {"chunk_size": "64"}, {"probe_every": -1}]
-)
-def test_a_setting_out_of_range_is_refused(llama: Path, setting: dict[str, Any]) -> None:
-    with refused(f"invalid_value: {next(iter(setting))}"):
-        LLM(llama, **setting)

@@ -19,6 +19,7 @@ from refusals import refused
 
 import kvsift
 from kvsift import LLM, Budget, KVSiftError, Plan, Rule, Sampling
+from kvsift.api.llm import MOST_CHUNK
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.methods.quest import Quest
@@ -45,6 +46,9 @@ def llm(llama: Path) -> LLM:
         ([b"Once"], {}, "invalid_value: prompt"),
         ([[]], {}, "empty_text: there is no prompt"),
         ([""], {}, "empty_text: the prompt is empty"),
+        ([["a", ""]], {}, "empty_text: a prompt is empty"),
+        ([["a", "b"]], {"on_text": print}, "conflict"),
+        (["Once"], {"max_new_tokens": 0}, "invalid_value: max_new_tokens=0"),
     ],
 )
 def test_a_prompt(llm: LLM, arguments: list[Any], options: dict[str, Any], message: str) -> None:
@@ -158,10 +162,18 @@ def test_whatever_is_given_is_taken_or_refused_by_name(entry: str, llm: LLM) -> 
     [
         ("model", 5, "invalid_value: model=5"),
         ("opened", None, "invalid_value: path=None"),
+        ("path", "fast", "unknown_name: 'fast'"),
+        ("dense_below", -1, "invalid_value: dense_below=-1"),
+        ("dense_below", "never", "invalid_value: dense_below='never'"),
+        ("chunk_size", 0, "invalid_value: chunk_size=0"),
+        ("chunk_size", MOST_CHUNK + 1, "invalid_value: chunk_size"),
+        ("chunk_size", "64", "invalid_value: chunk_size='64'"),
+        ("probe_every", -1, "invalid_value: probe_every=-1"),
         ("probe_every", "x", "invalid_value: probe_every='x'"),
         ("timeout_s of generate", 10**400, "invalid_value: timeout_s=1000"),
         ("plans", "dense", "invalid_value: plans='dense'"),
         ("a chat's stop", 5, "invalid_value: stop=5"),
+        ("question_phase", "decod", "unknown_name: 'decod'; did you mean 'decode'?"),
         ("turns", None, "invalid_value: NoneType"),
         ("turn", None, "invalid_value: None"),
         ("answer of a turn", None, "invalid_value: answer of an earlier turn"),

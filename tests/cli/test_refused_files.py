@@ -143,16 +143,16 @@ def test_a_file_that_is_no_text_is_refused(
 
 
 @pytest.mark.parametrize("what", COMMANDS)
-def test_a_file_that_is_not_there_is_refused(refused: Refused, model: Path, what: str) -> None:
-    assert refused(*COMMANDS[what], "no.txt", "--model", model) == f"the {what} file no.txt does not exist."
-
-
-@pytest.mark.parametrize("what", COMMANDS)
-def test_a_directory_is_not_a_file(refused: Refused, model: Path, tmp_path: Path, what: str) -> None:
-    assert refused(*COMMANDS[what], tmp_path, "--model", model) == (
-        f"the {what} {tmp_path} is a folder. Name the text files in it: --context and --text may be given several "
-        "times, with a file each."
-    )
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no.txt", "the {what} file no.txt does not exist."),
+        (".", "the {what} . is a folder. Name the text files in it: --context and --text may be given several times, "
+              "with a file each."),
+    ],
+)  # fmt: skip
+def test_what_is_no_file_is_refused(refused: Refused, model: Path, what: str, name: str, says: str) -> None:
+    assert refused(*COMMANDS[what], name, "--model", model) == says.format(what=what)
 
 
 @pytest.mark.parametrize("what", COMMANDS)
@@ -193,9 +193,11 @@ def test_a_damaged_model_directory_is_refused(refused: Refused, copy: Path, text
     assert len(said) < 600
 
 
-def test_a_model_that_is_no_directory_is_refused(refused: Refused, text: Path) -> None:
-    said = refused("ask", "--model", "nowhere", "--context", text, "--question", "Why?")
-    assert said.startswith("nowhere is not a directory. Give a Hugging Face model directory")
+@pytest.mark.parametrize("name", ["nowhere", WEIGHTS])
+def test_a_model_that_is_no_directory_is_refused(refused: Refused, model: Path, text: Path, name: str) -> None:
+    given = model / name if name == WEIGHTS else name
+    said = refused("ask", "--model", given, "--context", text, "--question", "Why?")
+    assert said.startswith(f"{given} is not a directory. Give a Hugging Face model directory")
     assert "the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to use the embedded model" in said
 
 
@@ -208,33 +210,33 @@ def test_a_model_that_cannot_be_downloaded_is_refused(
     assert said.startswith("there is no directory some-lab/Tiny-1B here. As a model of huggingface.co: ")
 
 
-def test_a_model_file_is_not_a_model_directory(refused: Refused, model: Path, text: Path) -> None:
-    said = refused("ask", "--model", model / WEIGHTS, "--context", text, "--question", "Why?")
-    assert "is not a directory" in said
+def without_a_weight(tensors: dict) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
 
 
-def test_weights_that_are_not_all_there_are_never_made_up(run: Run, copy: Path, text: Path) -> None:
-    change_weights(copy, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+def of_another_shape(tensors: dict) -> None:
+    for layer in (0, 2):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        tensors[name] = tensors[name][:8].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_a_weight, "lack what config.json calls for: model.layers.1.self_attn.q_proj.weight."),
+        (
+            of_another_shape,
+            "are not of the shape that config.json calls for: model.layers.0.self_attn.q_proj.weight and 1 more. The "
+            "first is [8, 32] and should be [64, 32].",
+        ),
+    ],
+)
+def test_weights_that_are_not_all_there_are_never_made_up(
+    run: Run, copy: Path, text: Path, change: Callable[[dict], object], says: str
+) -> None:
+    change_weights(copy, change)
     outcome = run("ask", "--model", copy, "--context", text, "--question", "Why?", "--json")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == (
-        f"kvsift: the weights in {copy} lack what config.json calls for: model.layers.1.self_attn.q_proj.weight.\n"
-    )
-
-
-def test_weights_of_another_shape_are_refused(run: Run, copy: Path, text: Path) -> None:
-    def shrink(tensors: dict) -> None:
-        for layer in (0, 2):
-            name = f"model.layers.{layer}.self_attn.q_proj.weight"
-            tensors[name] = tensors[name][:8].clone()
-
-    change_weights(copy, shrink)
-    outcome = run("ask", "--model", copy, "--context", text, "--question", "Why?", "--json")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err == (
-        f"kvsift: the weights in {copy} are not of the shape that config.json calls for: model.layers.0.self_attn."
-        "q_proj.weight and 1 more. The first is [8, 32] and should be [64, 32].\n"
-    )
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"kvsift: the weights in {copy} {says}\n")
 
 
 def test_weights_that_the_model_does_not_use_are_mentioned(

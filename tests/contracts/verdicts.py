@@ -45,10 +45,10 @@ from kvsift.methods.pages import PagedMethod, SummaryMethod
 from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
+from kvsift.models.captured_step import NO_STEP
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.hf.step import TransformersStep
+from kvsift.models.hf.forward_step import TransformersStep
 from kvsift.models.hf.unwrap import refuse_unsupported
-from kvsift.models.step import NO_STEP
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, ONLY_DRAFTS, PlanCase, check, reason, reasons
 from kvsift.plan.placement import Placement

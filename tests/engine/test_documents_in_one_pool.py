@@ -99,19 +99,3 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
     if path == "eager" or native.available():
         assert max(together) == 5
     llm.loop.check()
-
-
-def test_threads_ask_one_document_side_by_side(llama: Path) -> None:
-    """Copies of its cache share its full pages, and go when their answers end."""
-    llm = LLM(llama, QUEST, dense_below=0)
-    document = llm.read(text_of(303))
-    questions = [f"{question} {number}" for question in QUESTIONS for number in range(3)]
-    expected = [document.ask(question, max_new_tokens=30).token_ids for question in questions]
-    used, seen = llm.loop.pages.kv.pages.num_used, list[int]()
-    llm.loop.after_step = lambda: seen.append(llm.loop.counts()["sequences"]["decoding"])
-    with ThreadPoolExecutor(len(questions)) as threads:
-        answers = list(threads.map(lambda question: document.ask(question, max_new_tokens=30).token_ids, questions))
-    assert answers == expected
-    assert max(seen) > 1, "one after the other"
-    llm.loop.check()
-    assert llm.loop.pages.kv.pages.num_used <= used + 2

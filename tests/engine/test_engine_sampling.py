@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.tiny_directory import text_of
 from refusals import refused
 
-from kvsift import LLM, Sampling
+from kvsift import Sampling
 from kvsift.engine.sampling import draw, gumbel, likeliest
 
 CPU = torch.device("cpu")
@@ -28,24 +26,14 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert draws(Sampling(), 3) == [1, 1, 1]
 
 
-def test_one_seed_draws_the_same_whatever_the_global_generator() -> None:
+def test_one_seed_draws_the_same_whatever_the_global_generator_and_leaves_it_alone() -> None:
     torch.manual_seed(1)
+    before = torch.random.get_rng_state()
     first = draws(Sampling(1.0, seed=7), 50)
+    assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(2)
     assert draws(Sampling(1.0, seed=7), 50) == first
     assert draws(Sampling(1.0, seed=8), 50) != first
-
-
-def test_drawing_leaves_the_global_generator_alone() -> None:
-    before = torch.random.get_rng_state()
-    draws(Sampling(1.0), 10)
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_tokens_come_as_often_as_they_are_likely() -> None:
-    counts = Counter(draws(Sampling(1.0), 4000))
-    for token, share in enumerate(SHARES.tolist()):
-        assert counts[token] / 4000 == pytest.approx(share, abs=0.03)  # 4 standard errors
 
 
 def test_100_000_draws_are_of_their_distribution() -> None:
@@ -111,18 +99,6 @@ def test_the_limit_of_each_knob_is_greedy(sampling: Sampling) -> None:
     assert set(draws(sampling, 20)) == {1}
     wide = 100 * torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert set(draws(sampling, 20, wide)) == {int(wide.argmax())}
-
-
-def test_a_sampled_answer_repeats_and_another_seed_differs(llama: Path) -> None:
-    llm = LLM(llama, "dense")
-
-    def tokens(seed: int) -> list[int]:
-        return llm.generate(text_of(200), max_new_tokens=16, sampling=Sampling(1.0, 0.9, seed)).token_ids
-
-    first = tokens(3)
-    torch.manual_seed(99)
-    assert tokens(3) == first
-    assert tokens(4) != first
 
 
 @pytest.mark.parametrize(

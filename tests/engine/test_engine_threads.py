@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine.tiny_directory import text_of
+from turns import in_turns
 
 from kvsift import LLM
 from kvsift.api.answer import Answer
@@ -46,15 +47,20 @@ def together(tasks: list[Callable[[], Answer]], rounds: int = 2) -> list[list[tu
 def test_threads_that_ask_one_document_get_their_own_answers(path: str, llama: Path) -> None:
     text = text_of(700)
     plans = (QUEST, f"streaming_llm:{BUDGET.replace('window=16:', '')}")
-    alone, document = LLM(llama, path=path).read(text), LLM(llama, path=path).read(text)
+    single, llm = LLM(llama, path=path), LLM(llama, path=path)
+    alone, document = single.read(text), llm.read(text)
     asks = [(question, plans[number % 2]) for number, question in enumerate(QUESTIONS)]
-    expected = [facts(alone.ask(question, plan=plan, max_new_tokens=8)) for question, plan in asks]
-    answers = together([lambda ask=ask: document.ask(ask[0], plan=ask[1], max_new_tokens=8) for ask in asks])
+    expected = [facts(alone.ask(question, plan=plan, max_new_tokens=30)) for question, plan in asks]
+    used, loop, decoding = single.loop.pages.kv.pages.num_used, llm.loop, list[int]()
+    loop.after_step = lambda: decoding.append(loop.counts()["sequences"]["decoding"])
+    answers = together([lambda ask=ask: document.ask(ask[0], plan=ask[1], max_new_tokens=30) for ask in asks])
     assert answers == [[each] * 2 for each in expected]
+    assert max(decoding) > 1, "one after the other"
+    loop.check()
+    assert loop.pages.kv.pages.num_used <= used + 2, "copies of its cache share its full pages"
 
 
-@pytest.mark.parametrize("path", ["auto", "eager", "composed"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "path"), in_turns(PLANS, ["auto", "eager", "composed"]))
 def test_threads_that_generate_with_one_model_get_their_own_answers(plan: str, path: str, llama: Path) -> None:
     texts, llm = [text_of(length) for length in (150, 400, 600)], LLM(llama, plan, path=path)
     expected = [facts(llm.generate(text, max_new_tokens=8)) for text in texts]
@@ -108,11 +114,3 @@ def test_more_prompts_than_fit_the_queue_wait_for_it(llama: Path, monkeypatch: p
     expected = [facts(answer) for answer in llm.generate(prompts, max_new_tokens=2)]
     monkeypatch.setattr(loop, "MOST_OPEN", 2)
     assert [facts(answer) for answer in llm.generate(prompts, max_new_tokens=2)] == expected
-
-
-def test_a_stream_that_is_dropped_leaves_the_model_to_others(llama: Path) -> None:
-    llm = LLM(llama, QUEST)
-    stream = llm.stream(text_of(200), max_new_tokens=8)
-    next(stream)
-    del stream
-    assert together([lambda: llm.generate("One.", max_new_tokens=2)] * 2, rounds=1)

@@ -39,8 +39,3 @@ def test_a_quotation_goes_on() -> None:
     assert repeats.find(3) == (3, [6, 7, 8])
     repeats.extend([6])
     assert repeats.find(9) == (4, [7, 8, 9, 3, 4, 5, 6])
-
-
-def test_short_texts_have_no_repeats() -> None:
-    for ids in ([], [1], [1, 1], [1, 1, 1]):
-        assert Repeats(ids).find(4) == (0, [])

@@ -117,8 +117,9 @@ def test_eight_long_answers_of_a_client_leave_a_place_to_another_and_keep_their_
     assert launches.counts["steps"] <= 30 + 2, "a place in every step, but where captured steps end"
     take_steps(llm, answers)
     assert max(map(len, launches.together)) == 8
+    single = new_llm(llama, path)
     for seq, text in zip([*answers, other], [*texts, SHORT]):
-        assert_equal(seq, alone(new_llm(llama, path), text, QUEST, 30 if seq is other else 45))
+        assert_equal(seq, alone(single, text, QUEST, 30 if seq is other else 45))
 
 
 def test_a_short_document_beside_three_long_ones_of_another_client(llama: Path) -> None:
@@ -148,10 +149,10 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
         llm.loop.submit(seq)
         return seq
 
-    known = list[Sequence]()
+    known, single = list[Sequence](), new_llm(llama, deterministic=deterministic)
     for number in range(len(cases)):
-        known.append(opened(llm := new_llm(llama, deterministic=deterministic), number, "A"))
-        take_steps(llm, known[-1:])
+        known.append(opened(single, number, "A"))
+        take_steps(single, known[-1:])
     for ahead, steps in [(2, 3)] if deterministic else [(1, 1), (2, 3), (3, 5)]:
         rng = random.Random(ahead)
         monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", ahead)

@@ -58,18 +58,6 @@ def test_sequences_around_the_threshold_answer_as_each_does_alone(plan: str, lla
                     assert answer.decode("kv_bytes_attended") == alone.decode("kv_bytes_attended")
 
 
-def test_a_longer_neighbour_changes_no_greedy_answer(llama: Path) -> None:
-    """The longest sequence decided for all: a dense sequence became sparse beside a longer one."""
-    llm = LLM(llama, QUEST, path="eager", dense_below=600)
-    short, long = text_of(336), text_of(1040)
-    alone = llm.generate(short, max_new_tokens=20)
-    assert alone.decode("density") == 1
-    together = llm.generate([short, long], max_new_tokens=20)
-    assert together[0].token_ids == alone.token_ids
-    assert together[0].decode("density") == 1
-    assert together[1].decode("density") < 0.6
-
-
 def test_sequences_that_cross_in_a_mixed_step_have_the_summaries_of_their_dense_steps(llama: Path) -> None:
     """One sequence is dense in pure dense steps, then beside a sparse sequence, and then sparse itself."""
     texts = [text_of(BELOW - 20), text_of(BELOW - 100)]

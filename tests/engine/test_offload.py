@@ -130,7 +130,7 @@ def test_values_in_8_bits_shift_an_output_by_half_a_step_at_most(placement: str)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("placement", ["split", "offload"])
 def test_values_in_8_bits_take_less_and_leave_answers_alone(placement: str, device: str) -> None:
-    filler = "".join(f"Mill {n} by the river grinds {n * 37 % 101} sacks of corn a day. " for n in range(60))
+    filler = "".join(f"Mill {n} by the river grinds {n * 37 % 101} sacks of corn a day. " for n in range(20))
     text = f"{filler}The access code of the old tower is 48213. {filler}"
     plain, packed = (
         LLM(plan=QUEST, device=device, dtype="float32", placement=placement + knob, path="composed")

@@ -28,7 +28,7 @@ PLANS = [
     "quest:budget=256:window=32:dense_layers=0",
     "quest:budget=256:window=32:score_by=minmax_fp8:dense_layers=none",
 ]
-TEXTS = [text_of(1100), text_of(601), text_of(44), text_of(790)[::-1]]
+TEXTS = [text_of(700), text_of(401), text_of(44), text_of(590)[::-1]]
 COUNTERS = ("visible_tokens", "density", "sparse_queries", "kv_bytes_read", "recall", "estimated_share")
 DEVICES = ["cpu", GPU]  # a CPU runs the steps of graphs one by one
 QUESTIONS = ("How many sacks?", "Which of the mills grinds the least corn in a day?", "How many sacks?")
@@ -67,7 +67,7 @@ def test_sequences_of_a_batch_answer_as_with_kv_beside_the_model(plan: str, devi
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_questions_of_one_document(phase: Any, device: str, directory: Path) -> None:
-    documents = [model.read(text_of(1200), plan=SKETCH) for model in pair(directory, device)]
+    documents = [model.read(text_of(700), plan=SKETCH) for model in pair(directory, device)]
     for number, question in enumerate(QUESTIONS):
         for turn, plan in enumerate((SKETCH, PLANS[2], SKETCH)):  # plans change back and forth
             long = number == turn == 1  # takes pools that grow
@@ -77,15 +77,15 @@ def test_questions_of_one_document(phase: Any, device: str, directory: Path) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sequences_that_begin_dense_get_their_summaries_late(device: str, directory: Path) -> None:
-    models = pair(directory, device, dense_below=1510)
-    for text in (text_of(1500), text_of(701)):
+    models = pair(directory, device, dense_below=710)
+    for text in (text_of(700), text_of(301)):
         assert_equal(*(model.generate(text, plan=SKETCH, max_new_tokens=40) for model in models))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_document_that_was_left_answers_as_a_new_one(device: str, directory: Path) -> None:
     _, apart = pair(directory, device)
-    document = apart.read(text_of(1200), plan=SKETCH)
+    document = apart.read(text_of(700), plan=SKETCH)
     expected = document.ask(QUESTIONS[0], max_new_tokens=20).token_ids
 
     def leave(piece: str) -> None:

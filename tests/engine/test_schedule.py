@@ -79,22 +79,21 @@ def test_a_chunk_of_half_a_second_is_followed_by_the_share_of_steps_of_an_eighth
     assert schedule.decide(9).prefill == 1  # no sequence decodes: chunks run back to back
 
 
-def test_clients_share_prompt_tokens_not_requests():
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        ({0: ("ann", 40), 1: ("ann", 40)} | dict.fromkeys(range(10, 16), ("bob", 4)),
+         [10, 0, 11, 12, 0, 13, 14, 0, 15, 0]),
+        ({0: ("ann", LONG)} | dict.fromkeys(range(10, 18), ("bob", 1)), [10, 11, 12, 0, 13, 14, 15, 16, 0, 17, 0]),
+        ({key: (client, 3 * GRID) for key, client in enumerate(["ann", "ann", "bob", "cleo"])},
+         [0, 2, 3] * 3 + [1] * 3),
+    ],
+    ids=["clients share tokens, not requests", "a tiny request costs a quarter of a chunk",
+         "long prompts: of clients side by side, of one client one after the other"],
+)  # fmt: skip
+def test_the_order_of_chunks(requests: dict[int, tuple[str, int]], order: list[int]):
     schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
-    lengths = added(schedule, {0: ("ann", 40), 1: ("ann", 40)} | dict.fromkeys(range(10, 16), ("bob", 4)))
-    assert chunks(schedule, lengths, 10) == [10, 0, 11, 12, 0, 13, 14, 0, 15, 0]
-
-
-def test_tiny_requests_cost_a_quarter_of_a_chunk():
-    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
-    lengths = added(schedule, {0: ("ann", LONG)} | dict.fromkeys(range(10, 18), ("bob", 1)))
-    assert chunks(schedule, lengths, 11) == [10, 11, 12, 0, 13, 14, 15, 16, 0, 17, 0]
-
-
-def test_long_prompts_of_clients_are_prefilled_side_by_side_and_those_of_one_client_one_after_the_other():
-    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
-    lengths = added(schedule, {key: (client, 3 * GRID) for key, client in enumerate(["ann", "ann", "bob", "cleo"])})
-    assert chunks(schedule, lengths, 12) == [0, 2, 3] * 3 + [1] * 3
+    assert chunks(schedule, added(schedule, requests), len(order)) == order
 
 
 def test_a_client_that_was_idle_has_saved_nothing():

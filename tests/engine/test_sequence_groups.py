@@ -42,14 +42,14 @@ def test_sequences_of_several_plans_answer_side_by_side_as_alone(dense_below: in
     samplings = [Sampling(0.9, 0.9, seed=number) if number % 3 == 2 else GREEDY for number in range(len(PLANS))]
     texts = [text_of(150 + 61 * number) for number in range(len(PLANS))]
     cases, options = list(zip(texts, PLANS, [12] * len(PLANS), samplings)), {"dense_below": dense_below}
-    llm = new_llm(llama, **options)
+    llm, single, composed = (new_llm(llama, path, **options) for path in ("eager", "eager", "composed"))
     seqs = together(llm, cases)
     for seq, case in zip(seqs, cases):
-        assert_equal(seq, alone(new_llm(llama, **options), *case))
+        assert_equal(seq, alone(single, *case))
         assert seq.finish_reason == "length"
         assert bool(seq.composed) == case[1].startswith("snapkv"), seq.composed
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
-            assert_equal(seq, alone(new_llm(llama, "composed", **options), *case))
+            assert_equal(seq, alone(composed, *case))
     assert_nothing_left(llm)
 
 

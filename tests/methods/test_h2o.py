@@ -27,38 +27,28 @@ FIRST = [[1], [1 / 2, 1 / 2], [1 / 2, 1 / 4, 1 / 4], [1, 1, 1, 16], [1, 1, 1, 1,
 OTHER = [[1], [1 / 2, 1 / 2], [1 / 3, 1 / 3, 1 / 3], [1, 1, 1, 1], [1, 1, 1, 1, 1]]
 
 
-def test_a_head_drops_the_lowest_sum() -> None:
-    """By hand. Sums after the prompt: 1 + 1/2 + 1/2 = 2, 1/2 + 1/4 = 3/4, 1/4: token 2 goes. Query 3 gives 0, 1 and 3
-    the weights 1/18, 1/18, 16/18: sums 2.06, 0.81, 0.89, and token 1 goes, although query 3 saw it."""
-    shape, tokens = weighted([FIRST], num_kv_heads=1)
-    assert seen(plan_of(H2O(recent=0), 3), shape, tokens, 3) == [[[0, 1, 3], [0, 3, 4]]]
-
-
-def test_heads_of_a_group_are_summed() -> None:
-    """The other head adds 1 + 1/2 + 1/3, 1/2 + 1/3 and 1/3, then a third to each of 0, 1 and 3: sums 4.22, 1.97 and
-    1.22, and token 3 goes, for both."""
-    shape, tokens = weighted([FIRST, OTHER], num_kv_heads=1)
-    assert seen(plan_of(H2O(recent=0), 3), shape, tokens, 3) == [[[0, 1, 3], [0, 1, 4]]] * 2
-
-
-def test_the_recent_are_kept_whatever_their_sum() -> None:
-    """Half of two tokens to select are for the newest one: 2, then 3. The best other is 0."""
-    shape, tokens = weighted([FIRST, OTHER], num_kv_heads=1)
-    assert seen(plan_of(H2O(recent=0.5), 3), shape, tokens, 3) == [[[0, 2, 3], [0, 3, 4]]] * 2
-
-
-def test_one_shot_counts_the_prompt_alone_and_drops_generated_tokens_last() -> None:
-    """Token 3 was generated: it stays, and token 1 with 0.75 makes room."""
-    shape, tokens = weighted([[*FIRST, [1] * 6]], num_kv_heads=1)
-    expected = [[[0, 1, 3], [0, 3, 4], [3, 4, 5]]]
-    assert seen(plan_of(H2O(mode="oneshot", recent=0), 3), shape, tokens, 3) == expected
-
-
-def test_decode_only_knows_nothing_of_the_prompt() -> None:
-    """Query 3 stands in for those before it and keeps 0 and 2; what it then sees, 0, 2 and 3, is all that is counted:
-    2/19, 1/19 and 16/19, so that 2 goes."""
-    shape, tokens = weighted([[*FIRST[:3], [2, 0.5, 1, 16], [1] * 5]], num_kv_heads=1)
-    assert seen(plan_of(H2O(mode="decode_only", recent=0), 3), shape, tokens, 3) == [[[0, 2, 3], [0, 3, 4]]]
+@pytest.mark.parametrize(
+    ("method", "heads", "expected"),
+    [
+        # Sums after the prompt: 1 + 1/2 + 1/2 = 2, 1/2 + 1/4 = 3/4, 1/4: token 2 goes. Query 3 gives 0, 1 and 3 the
+        # weights 1/18, 1/18, 16/18: sums 2.06, 0.81, 0.89, and token 1 goes, although query 3 saw it.
+        (H2O(recent=0), [FIRST], [[0, 1, 3], [0, 3, 4]]),
+        # The other head adds 1 + 1/2 + 1/3, 1/2 + 1/3 and 1/3, then a third to each of 0, 1 and 3: sums 4.22, 1.97 and
+        # 1.22, and token 3 goes, for both.
+        (H2O(recent=0), [FIRST, OTHER], [[0, 1, 3], [0, 1, 4]]),
+        # Half of two tokens to select are for the newest one: 2, then 3. The best other is 0.
+        (H2O(recent=0.5), [FIRST, OTHER], [[0, 2, 3], [0, 3, 4]]),
+        # Token 3 was generated: it stays, and token 1 with 0.75 makes room.
+        (H2O(mode="oneshot", recent=0), [[*FIRST, [1] * 6]], [[0, 1, 3], [0, 3, 4], [3, 4, 5]]),
+        # Query 3 stands in for those before it and keeps 0 and 2; what it then sees, 0, 2 and 3, is all that is
+        # counted: 2/19, 1/19 and 16/19, so that 2 goes.
+        (H2O(mode="decode_only", recent=0), [[*FIRST[:3], [2, 0.5, 1, 16], [1] * 5]], [[0, 2, 3], [0, 3, 4]]),
+    ],
+    ids=["lowest sum", "heads of a group are summed", "recent", "oneshot", "decode_only"],
+)
+def test_what_is_dropped_by_hand(method: H2O, heads: list[list[list[float]]], expected: list[list[int]]) -> None:
+    shape, tokens = weighted(heads, num_kv_heads=1)
+    assert seen(plan_of(method, 3), shape, tokens, 3) == [expected] * len(heads)
 
 
 def simulate(tokens: Tokens, prompt: int, budget: Budget, method: H2O) -> Tensor:

@@ -23,17 +23,19 @@ def plan_of(spec: str) -> Plan:
     return parse_plan(f"decode={spec}")
 
 
-def test_the_mean_over_heads_decides_for_all_of_them() -> None:
-    """By hand. Query 2: means 0.3, 0.275, 0.425, so token 1 goes. Query 3 over 0, 2 and 3: (0.5 + 0.5) / 2,
-    (0.25 + 0.4) / 2, (0.25 + 0.1) / 2 = 0.5, 0.325, 0.175, so the newest goes, token 3."""
+@pytest.mark.parametrize(
+    ("compat", "expected"),
+    [
+        # Query 2: means 0.3, 0.275, 0.425, so token 1 goes. Query 3 over 0, 2 and 3: (0.5 + 0.5) / 2,
+        # (0.25 + 0.4) / 2, (0.25 + 0.1) / 2 = 0.5, 0.325, 0.175, so the newest goes, token 3.
+        ("paper", [[0, 2, 3], [0, 2, 4]]),
+        # With one token to select beside the newest and the query's own: 0 with 0.3, then 0 with 0.5.
+        ("code", [[0, 2, 3], [0, 3, 4]]),
+    ],
+)
+def test_the_mean_over_heads_decides_for_all_of_them(compat: str, expected: list[list[int]]) -> None:
     shape, tokens = weighted([FIRST, OTHER], num_kv_heads=2)
-    assert seen(plan_of("tova:compat=paper:budget=3"), shape, tokens, 3) == [[[0, 2, 3], [0, 2, 4]]] * 2
-
-
-def test_the_newest_is_kept_in_re_implementations() -> None:
-    """With one token to select beside the newest and the query's own: 0 with 0.3, then 0 with 0.5."""
-    shape, tokens = weighted([FIRST, OTHER], num_kv_heads=2)
-    assert seen(plan_of("tova:compat=code:budget=3"), shape, tokens, 3) == [[[0, 2, 3], [0, 3, 4]]] * 2
+    assert seen(plan_of(f"tova:compat={compat}:budget=3"), shape, tokens, 3) == [expected] * 2
 
 
 def simulate(tokens: Tokens, prompt: int, budget: Budget) -> Tensor:

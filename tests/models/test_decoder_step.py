@@ -9,10 +9,10 @@ import torch
 from models.tiny import tiny
 from torch import nn
 
+from kvsift.models.captured_step import NO_STEP
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.hf.step import kind_of_step
+from kvsift.models.hf.forward_step import kind_of_step
 from kvsift.models.projection import Projection
-from kvsift.models.step import NO_STEP
 from kvsift.plan.capabilities import reason
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}

@@ -147,38 +147,32 @@ def test_where_the_layers_are_not_known_there_is_no_pyramid() -> None:
     Runner(plan, shape=SHAPE._replace(layer=1))  # dense: it does not matter
 
 
-def test_shares_of_heads_worked_by_hand() -> None:
-    """Two of four units each, so eight of the twelve in all; a fifth of two is none for certain. The heads with spread
-    shares take most, and of equal ones the lower head's come first."""
-    shares = torch.tensor([[0.9, 0.05, 0.03, 0.02], [0.3, 0.3, 0.2, 0.2], [0.5, 0.3, 0.1, 0.1]])
-    assert head_counts(shares, 2).tolist() == [1, 3, 2]  # 0.9, 0.5, 0.3, 0.3, 0.3, 0.2
-    assert head_counts(torch.full((2, 4), 0.25), 3).tolist() == [4, 2]
+SPREAD = torch.tensor([[0.9, 0.05, 0.03, 0.02], [0.3, 0.3, 0.2, 0.2], [0.5, 0.3, 0.1, 0.1]])
+ONE_SIDED = torch.tensor([[0.0], [1.0]]).expand(-1, 100)
+FIRST_HAS_ONE = torch.tensor([[0.5] + [-torch.inf] * 29, [0.5] * 30])
 
 
-def test_every_head_keeps_a_fifth() -> None:
-    shares = torch.zeros(2, 100)
-    shares[1] = 1.0
-    assert head_counts(shares, 10).tolist() == [2, 18]
-    assert head_counts(shares, 100).tolist() == [100, 100]
-
-
-def test_what_is_every_heads_own_is_not_compared() -> None:
-    """Seven of ten are: a fifth of the other three is none, so the second head wins all six. And with more of their own
-    than they may select, heads select alike, whichever is worth more."""
-    shares = torch.zeros(2, 100)
-    shares[1] = 1.0
-    assert head_counts(shares, 10, own=7).tolist() == [7, 13]
-    assert head_counts(shares, 10, own=5).tolist() == [6, 14]
-    assert head_counts(shares, 10, own=12).tolist() == [10, 10]
-
-
-def test_units_that_are_not_there_are_selected_by_nobody() -> None:
-    """The first head has one unit, less than a fifth of ten; then there are fewer than both may select."""
-    shares = torch.full((2, 30), 0.5)
-    shares[0, 1:] = -torch.inf
-    assert head_counts(shares, 10).tolist() == [1, 19]
-    assert head_counts(shares, 10, own=4).tolist() == [1, 19]
-    assert head_counts(shares, 20).tolist() == [1, 30]
+@pytest.mark.parametrize(
+    ("shares", "k", "own", "counts"),
+    [
+        # Two of four units each, so eight of the twelve in all; a fifth of two is none for certain. The heads with
+        # spread shares take most, and of equal ones the lower head's come first: 0.9, 0.5, 0.3, 0.3, 0.3, 0.2.
+        (SPREAD, 2, 0, [1, 3, 2]),
+        (torch.full((2, 4), 0.25), 3, 0, [4, 2]),
+        (ONE_SIDED, 10, 0, [2, 18]),  # every head keeps a fifth
+        (ONE_SIDED, 100, 0, [100, 100]),
+        # Seven of ten are every head's own: a fifth of the other three is none, so the second head wins all six.
+        (ONE_SIDED, 10, 7, [7, 13]),
+        (ONE_SIDED, 10, 5, [6, 14]),
+        (ONE_SIDED, 10, 12, [10, 10]),  # more of their own than they may select
+        # The first head has one unit, less than a fifth of ten; then there are fewer than both may select.
+        (FIRST_HAS_ONE, 10, 0, [1, 19]),
+        (FIRST_HAS_ONE, 10, 4, [1, 19]),
+        (FIRST_HAS_ONE, 20, 0, [1, 30]),
+    ],
+)
+def test_shares_of_heads_worked_by_hand(shares: Tensor, k: int, own: int, counts: list[int]) -> None:
+    assert head_counts(shares, k, own=own).tolist() == counts
 
 
 @given(

@@ -101,7 +101,7 @@ def test_an_abort_ends_the_row(play: Play, server: Served) -> None:
     before = metric(httpx.get(f"{server.url}/metrics").text, "kvsift_cancelled_total")
     end(play(server, "abort"))
     until(lambda: metric(httpx.get(f"{server.url}/metrics").text, "kvsift_cancelled_total") == before + 1)
-    until(lambda: metric(httpx.get(f"{server.url}/metrics").text, "kvsift_rows") == 0)
+    until(lambda: metric(httpx.get(f"{server.url}/metrics").text, "kvsift_sequences") == 0)
 
 
 def test_an_error_in_mid_stream_is_raised(play: Play, server: Served) -> None:

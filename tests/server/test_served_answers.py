@@ -296,13 +296,13 @@ def test_users_behind_one_address_have_equal_shares(server: Served) -> None:
     assert sorted(ended) == ["Ada"] * 30 + ["Bob"]
 
 
-def test_metrics_have_rows_and_pages(client: httpx.Client) -> None:
+def test_metrics_have_sequences_and_pages(client: httpx.Client) -> None:
     complete(client, prompt="Pages. " + LONG)
 
     def books() -> tuple[float, ...]:
         text = client.get("/metrics").text
-        kinds = "kvsift_rows", 'kvsift_pages{owner="rows"}', 'kvsift_pages{owner="kept"}', 'kvsift_pages{owner="free"}'
-        return tuple(metric(text, kind) for kind in kinds)
+        pages = (f'kvsift_pages{{owner="{owner}"}}' for owner in ("unshared", "kept", "free"))
+        return tuple(metric(text, kind) for kind in ("kvsift_sequences", *pages))
 
     until(lambda: books()[:2] == (0, 0) and books()[2] >= 704 // 16)
     assert books()[3] > 0

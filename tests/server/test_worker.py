@@ -116,27 +116,19 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     assert {news["id"] for each in received if each["op"] == "step" for news in each["news"]} == {2}
 
 
-@pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "\n")), (True, ("never",))])
-def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
-    tmp_path: Path, ignore_eos: bool, stops: tuple[str, ...], requests: list[Request]
-) -> None:
-    messages = [{"role": "user", "content": "Who?"}]
-    asked = message(1, prompts=[], messages=messages, ignore_eos=ignore_eos, options={"stop": ["never"]})
-    served = Served(write_model(tmp_path))
-    served.take(asked)
-    served.until(lambda each: ends(each, 1))
-    assert [tuple(request.stops) for request in requests] == [stops]
+CHAT: dict[str, Any] = {"prompts": [], "messages": [{"role": "user", "content": "Who?"}]}
 
 
-@pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "###")), (True, ("never",))])
-def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
-    tmp_path: Path, ignore_eos: bool, stops: tuple[str, ...], requests: list[Request]
+@pytest.mark.parametrize(("asked", "settings", "own"), [(CHAT, {}, "\n"), ({}, {"stop_strings": ["###"]}, "###")])
+def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template_and_those_of_the_checkpoint(
+    asked: dict[str, Any], settings: dict[str, Any], own: str, tmp_path: Path, requests: list[Request]
 ) -> None:
-    (write_model(tmp_path) / "generation_config.json").write_text(json.dumps({"stop_strings": ["###"]}))
-    served = Served(tmp_path)
-    served.take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}))
-    served.until(lambda each: ends(each, 1))
-    assert [tuple(request.stops) for request in requests] == [stops]
+    (write_model(tmp_path) / "generation_config.json").write_text(json.dumps(settings))
+    for ignore_eos in (False, True):
+        served = Served(tmp_path)
+        served.take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}, **asked))
+        served.until(lambda each: ends(each, 1))
+    assert [tuple(request.stops) for request in requests] == [("never", own), ("never",)]
 
 
 def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(

@@ -98,7 +98,7 @@ class Soak:
             await delete(self._course, key)
         found = await calm(self._served.url, self._served.process.pid, seconds)
         self.calms.append(found)
-        if found.rows or found.loose or found.kept > KEEP_TOKENS // PAGE_SIZE:
+        if found.seqs or found.loose or found.kept > KEEP_TOKENS // PAGE_SIZE:
             self._course.fault(f"left behind: {found}")
         print(_line(found), flush=True)
         self._calm_s = time.monotonic() - begun
@@ -130,7 +130,7 @@ class Soak:
 
 def _line(found: Calm) -> str:
     mega = f"server {found.server / 1e6:6.1f} MB  engine {found.engine / 1e6:7.1f} MB"
-    books = f"rows {found.rows}  loose pages {found.loose}  kept pages {found.kept}"
+    books = f"sequences {found.seqs}  loose pages {found.loose}  kept pages {found.kept}"
     return f"{found.seconds:6.0f} s  {mega} at {found.life:4.0f} s  {books}"
 
 

@@ -21,7 +21,7 @@ class Calm:
         seconds: since the beginning.
         server, engine: resident bytes of both processes.
         pid, life: of the engine process, and seconds since it was started.
-        rows: open rows; loose: pages that are neither free nor kept for later prompts; kept: the latter.
+        seqs: open sequences; loose: pages that are neither free nor kept for later prompts; kept: the latter.
     """
 
     seconds: float
@@ -29,7 +29,7 @@ class Calm:
     engine: int
     pid: int
     life: float
-    rows: int
+    seqs: int
     loose: int
     kept: int
 
@@ -56,17 +56,17 @@ async def calm(url: str, server: int, seconds: float, patience_s: float = 30.0) 
     stop = loop.time() + patience_s
     while True:
         now = await metrics(url)
-        rows, loose = total(now, "kvsift_rows"), total(now, 'kvsift_pages{owner="rows"}')
+        seqs, loose = total(now, "kvsift_sequences"), total(now, 'kvsift_pages{owner="unshared"}')
         requests = total(now, "kvsift_requests_waiting") + total(now, "kvsift_requests_running")
         is_known = bool(now["kvsift_engine_ready"]) and total(now, "kvsift_pages") > 0
-        if (is_known and not rows + loose + requests) or loop.time() > stop:
+        if (is_known and not seqs + loose + requests) or loop.time() > stop:
             break
         await asyncio.sleep(0.3)
     await asyncio.sleep(1.5)  # buffers go, and what was seen is not a second old
     now, pid = await metrics(url), engine(server)
-    rows, loose = total(now, "kvsift_rows"), total(now, 'kvsift_pages{owner="rows"}')
+    seqs, loose = total(now, "kvsift_sequences"), total(now, 'kvsift_pages{owner="unshared"}')
     kept = total(now, 'kvsift_pages{owner="kept"}')
-    return Calm(seconds, resident(server), resident(pid), pid, age(pid), rows + requests, loose, kept)
+    return Calm(seconds, resident(server), resident(pid), pid, age(pid), seqs + requests, loose, kept)
 
 
 def engine(server: int) -> int:

@@ -24,10 +24,10 @@ from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
+from kvsift.models.captured_step import Step
 from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.scaled_linear import ScaledLinear
-from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable

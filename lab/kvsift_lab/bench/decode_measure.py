@@ -21,10 +21,10 @@ from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import UnsupportedPlan
 from kvsift.layer.paged_decode import rule_of
+from kvsift.models.captured_step import Step
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
-from kvsift.models.hf.step import TransformersStep, kind_of_step
-from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine

@@ -24,7 +24,7 @@ from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.engine.schedule import Decision, Schedule
 from kvsift.engine.sequence import OPEN_STATES, CacheReport, FinishReason, Sequence
 from kvsift.engine.sequence_runner import SequenceRunner
-from kvsift.engine.speculative.step import Logits, step_exactly
+from kvsift.engine.speculative.exact_step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
 from kvsift.errors import NotEnoughMemory, Unavailable
 from kvsift.layer.accounting import Snapshot

@@ -21,7 +21,7 @@ from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.schedule import OPEN_SEQUENCES
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.decoder import Proposal
-from kvsift.engine.speculative.step import Checked
+from kvsift.engine.speculative.exact_step import Checked
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvsift.methods import checks
 from kvsift.methods.base import Method
-from kvsift.methods.common.token_rows import TokenRows, settled
+from kvsift.methods.common.token_rows import SettledRows
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -38,8 +38,8 @@ from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 EPSILON = 1e-4  # its inverse bounds the weights
 
 
-class Signatures:
-    """Codes of the keys of one sequence in one layer.
+class Signatures(SettledRows):
+    """Codes of the keys of one sequence in one layer, int16 [num_kv_heads, count, tables].
 
     Args:
         planes: float32 [head_dim, tables * bits], normals of the hyperplanes.
@@ -47,18 +47,15 @@ class Signatures:
     """
 
     def __init__(self, planes: Tensor, tables: int) -> None:
+        super().__init__()
         self._planes, self._tables = planes, tables
-        self._rows = TokenRows()
-        self._span = (0, 0)  # tokens whose mean is the centre
         self.centre = torch.empty(0)  # float64 [num_kv_heads, 1, head_dim]
 
-    def read(self, reader: KVReader, candidates: Candidates) -> Tensor:
-        """Codes of the candidates, int16 [num_kv_heads, count, tables]."""
-        span = candidates.first, candidates.first + settled(candidates.count)
-        if span != self._span:
-            self._span, self._rows = span, TokenRows()
-            self.centre = reader.keys(*span).double().mean(1, keepdim=True)
-        return self._rows.read(reader, candidates.first, candidates.stop, lambda keys: self.hash(keys - self.centre))
+    def settle(self, keys: Tensor) -> None:
+        self.centre = keys.double().mean(1, keepdim=True)
+
+    def rows_of(self, keys: Tensor) -> Tensor:
+        return self.hash(keys - self.centre)
 
     def hash(self, vectors: Tensor) -> Tensor:
         """Codes of vectors [.., n, head_dim], int16 [.., n, tables]."""
@@ -66,16 +63,6 @@ class Signatures:
         # float64, so that no sign depends on how many vectors come at once
         signs = (vectors.double() @ self._planes.double() > 0).unflatten(-1, (self._tables, -1))
         return (signs * (1 << torch.arange(signs.shape[-1], device=signs.device))).sum(-1).to(torch.int16)
-
-    def fork(self) -> Signatures:
-        copy = Signatures(self._planes, self._tables)
-        copy._rows, copy._span, copy.centre = self._rows.fork(), self._span, self.centre
-        return copy
-
-    def crop(self, length: int) -> None:
-        self._rows.crop(length)
-        if length < self._span[1]:
-            self._span = (0, 0)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import Conflict, InvalidValue, UnusedOption, unknown
+from kvsift.errors import Conflict, UnusedOption, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
+from kvsift.methods import checks
 from kvsift.methods.common.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
 from kvsift.methods.scoring import RANKS, ScoringMethod, own_ranking, top_units
 from kvsift.methods.traits import Traits
@@ -41,8 +42,7 @@ class PagedMethod(ScoringMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.page_size, bool) or not isinstance(self.page_size, int) or self.page_size < 1:
-            raise InvalidValue(f"page_size={self.page_size!r} must be a whole number, 1 or more; 16 is the paper's.")
+        checks.whole("page_size", self.page_size, 1)
 
     @property
     def traits(self) -> Traits:
@@ -113,19 +113,14 @@ class SummaryMethod(PagedMethod):
 
     def _check_prefilter(self) -> None:
         factor, pages = self.prefilter, self.block_pages
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 <= factor < inf):
-            raise InvalidValue(
-                f"prefilter={factor!r} must be 0 (score every page), or 1 or more: blocks are kept for so many times "
-                "the pages to select. 8 is a good start."
-            )
+        checks.prefilter(factor, "page")
         if factor and SUMMARIES[self.score_by].merge is None:
             able = " and ".join(name for name, kind in SUMMARIES.items() if kind.merge is not None)
             raise Conflict(
                 f"prefilter={factor} needs summaries that merge into those of larger blocks: {able}. Leave out "
                 f"score_by={self.score_by}, or prefilter."
             )
-        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 2:
-            raise InvalidValue(f"block_pages={pages!r} must be a whole number, 2 or more.")
+        checks.whole("block_pages", pages, 2)
         if pages != BLOCK_PAGES and not factor:
             raise UnusedOption(f"block_pages={pages} means nothing without prefilter; add for instance prefilter=8.")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift.methods import checks
-from kvsift.methods.common.token_rows import TokenRows, settled
+from kvsift.methods.common.token_rows import SettledRows
 from kvsift.methods.scoring import ScoringMethod, top_units
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -97,41 +97,24 @@ class PQCache(ScoringMethod):
         return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
 
 
-class ProductCodes:
-    """Centroids and codes of the keys of one sequence in one layer.
+class ProductCodes(SettledRows):
+    """Centroids and codes of the keys of one sequence in one layer, uint8 [num_kv_heads, count, parts].
 
     Args:
         method: its knobs.
     """
 
     def __init__(self, method: PQCache) -> None:
+        super().__init__()
         self._method = method
-        self._rows = TokenRows()
-        self._span = (0, 0)  # tokens that the centroids were fitted to
         self.centroids = torch.empty(0)  # float64 [num_kv_heads, parts, 2^bits, part_dim]
 
-    def read(self, reader: KVReader, candidates: Candidates) -> Tensor:
-        """Codes of the candidates, uint8 [num_kv_heads, count, parts]."""
-        span = candidates.first, candidates.first + settled(candidates.count)
-        if span != self._span:
-            method = self._method
-            points = cut(reader.keys(*span), method.parts)
-            self.centroids = fit_centroids(points, 1 << method.bits, method.iterations, method.seed)
-            self._span, self._rows = span, TokenRows()
-        return self._rows.read(reader, candidates.first, candidates.stop, self._coded)
+    def settle(self, keys: Tensor) -> None:
+        method = self._method
+        self.centroids = fit_centroids(cut(keys, method.parts), 1 << method.bits, method.iterations, method.seed)
 
-    def _coded(self, keys: Tensor) -> Tensor:
+    def rows_of(self, keys: Tensor) -> Tensor:
         return nearest_centroids(cut(keys, self._method.parts), self.centroids).mT.to(torch.uint8)
-
-    def fork(self) -> ProductCodes:
-        copy = ProductCodes(self._method)
-        copy._rows, copy._span, copy.centroids = self._rows.fork(), self._span, self.centroids
-        return copy
-
-    def crop(self, length: int) -> None:
-        self._rows.crop(length)
-        if length < self._span[1]:
-            self._span = (0, 0)
 
 
 def cut(vectors: Tensor, parts: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.errors import InvalidValue
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.traits import Traits
@@ -30,8 +30,7 @@ class Random(PagedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidValue(f"seed={self.seed!r} must be a whole number, 0 or more.")
+        checks.whole("seed", self.seed, 0)
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader

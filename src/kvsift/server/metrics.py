@@ -11,8 +11,10 @@ from kvsift.server.jobs import ServerJob
 from kvsift.server.supervisor import Supervisor
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-STATES = {"waiting": "waiting", "reading": "prefilling", "decoding": "decoding"}  # by label
-PAGE_OWNERS = {"free": "free", "kept": "kept", "rows": "unshared"}  # by label
+GAUGES = {
+    "sequences": ("state", ("waiting", "prefilling", "decoding")),
+    "pages": ("owner", ("free", "kept", "unshared")),
+}
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
 
@@ -40,11 +42,10 @@ class Metrics:
         for name, number in numbers.items():
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
-        gauges = ("rows", "state", "sequences", STATES), ("pages", "owner", "pages", PAGE_OWNERS)
-        for metric, label, kind, values in gauges:
-            gauge = Gauge(f"kvsift_{metric}", f"{metric.capitalize()} of the engine.", [label], registry=self._registry)
-            for name, value in values.items():
-                gauge.labels(name).set_function(partial(_gauge, supervisor, kind, value))
+        for kind, (label, values) in GAUGES.items():
+            gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
+            for value in values:
+                gauge.labels(value).set_function(partial(_gauge, supervisor, kind, value))
 
     def ended(self, job: ServerJob) -> None:
         """Count a request that has ended, or whose client left."""

@@ -26,6 +26,7 @@ questions_per_context = 1
 plans = ["dense", "quest:budget={budget}"]
 budgets = [64]
 settings = ":window=16"
+seed = 356  # its contexts are noise: no worker has to read the prose of the running Python
 """
 
 
@@ -112,10 +113,6 @@ def test_a_recipe_runs_as_it_was_read_whatever_becomes_of_its_file(
     ("change", "says"),
     [
         (("budgets", "bugdets"), "unknown key of the recipe mine.toml 'bugdets'; did you mean 'budgets'?"),
-        (("length = 500\n", ""), "a recipe needs tasks and lengths, or files, or both."),
-        (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
-        (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
-        (("[64]", "[16]"), "budget=16 leaves nothing to select"),
         ((RECIPE, "tasks = "), "mine.toml cannot be read: "),
         ((RECIPE, "tasks = " + "[" * 100_000), "mine.toml cannot be read: "),
     ],

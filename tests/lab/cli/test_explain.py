@@ -121,13 +121,8 @@ def test_several_tokens_in_text_json_and_on_the_page(run: Run, model: Path, text
         (["--token", "2-1"], "--token 2-1: write a token such as 2, several as 0,2, a range as 0-3, or all."),
         (["--token", "-1"], "--token -1: write a token such as 2"),
         (["--token", "0,"], "--token 0,: write a token such as 2"),
-        (["--methods", "qest"], "unknown method 'qest'; did you mean 'quest'?"),
         (["--methods", "quest,"], "--methods quest,: a name is missing; write for instance quest,loki, or none."),
-        (["--methods", "quest:sinks=1"], "quest:sinks=1: all methods get the same budget; leave out sinks."),
-        (["--methods", "sample_attention"], "sample_attention does not select in decode"),
-        (["--plan", "quest:mass=0.9"], "say with budget how many tokens the methods may select."),
         (["--budget", 5000], "the prompt has 936 tokens and all of them fit the budget"),
-        (["--budget", 64], "budget=64 leaves nothing to select"),
         (["--html", "nowhere/page.html"], "--html nowhere/page.html: the directory nowhere does not exist."),
     ],
 )

@@ -34,6 +34,15 @@ def opened(folder: Path, recipe: EvalRecipe) -> ResultsDirectory:
     return ResultsDirectory(folder / "out", recipe, recipe_text())
 
 
+def leave(folder: Path, recipe: EvalRecipe, *samples: dict[str, Any]) -> None:
+    """Leave a directory with these samples, as a run that has ended."""
+    results = opened(folder, recipe)
+    results.write_summary({})
+    for each in samples:
+        results.append(each)
+    results.close()
+
+
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
     """No file may grow beyond this, as on a disk that is full."""
@@ -52,11 +61,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
 
 
 def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recipe: EvalRecipe) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.append(sample(question=0))
-    first.append(sample(question=1))
-    first.close()
+    leave(tmp_path, recipe, sample(question=0), sample(question=1))
     again = opened(tmp_path, recipe)
     assert again.samples == [sample(question=0), sample(question=1)] == lines_of(tmp_path)
     assert again.done(Job("passkey", 700, 5)) == {("dense", 0), ("dense", 1)}
@@ -66,10 +71,7 @@ def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recip
 
 
 def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.append(sample(question=0))
-    first.close()
+    leave(tmp_path, recipe, sample(question=0))
     with (tmp_path / "out" / "samples.jsonl").open("a") as file:
         file.write(json.dumps(sample(question=1))[:100])
     again = opened(tmp_path, recipe)
@@ -81,10 +83,7 @@ def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "\0\0\0\0", '{"task": '])
 def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: EvalRecipe, line: str) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.append(sample())
-    first.close()
+    leave(tmp_path, recipe, sample())
     with (tmp_path / "out" / "samples.jsonl").open("a") as file:
         file.write(line + "\n")
     with refused("damaged_file"):
@@ -92,10 +91,7 @@ def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: EvalRec
 
 
 def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: EvalRecipe) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.append(sample())
-    first.close()
+    leave(tmp_path, recipe, sample())
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     changed = recipe_of(tmp_path, ("[64, 256]", "[64, 128]"), ("seed = 5", "seed = 6"))
     with refused("other_model"):
@@ -117,10 +113,7 @@ def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: E
 def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
     tmp_path: Path, recipe: EvalRecipe, grown: tuple[str, str]
 ) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.append(sample())
-    first.close()
+    leave(tmp_path, recipe, sample())
     larger = recipe_of(tmp_path, grown)
     second = opened(tmp_path, larger)
     assert second.done(Job.of(sample())) == {(sample()["plan"], sample()["question"])}
@@ -146,18 +139,14 @@ def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_pat
 
 def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> None:
     referred = ("references = false", "references = true")
-    first = opened(tmp_path, recipe_of(tmp_path, referred))
-    first.write_summary({})
-    first.close()
+    leave(tmp_path, recipe_of(tmp_path, referred))
     instead = ('"dense", ', '"dense", "random:budget={budget}:window=16:page_size=8", ')
     with refused("other_model: decode=random:budget=256:sinks=4:dense_layers=none:window=16"):
         opened(tmp_path, recipe_of(tmp_path, referred, instead))
 
 
 def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: EvalRecipe) -> None:
-    first = opened(tmp_path, recipe)
-    first.write_summary({})
-    first.close()
+    leave(tmp_path, recipe)
     opened(tmp_path, recipe_of(tmp_path, ("seed = 5", "seed = 5\ndevice = 'cpu'"))).close()
 
 
@@ -165,9 +154,7 @@ def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
     data = tmp_path / "hotpotqa.jsonl"
     data.write_text("{}\n")
     files = ("seed = 5", f"seed = 5\n[[files]]\nkind = 'longbench'\npath = '{data}'")
-    first = opened(tmp_path, recipe_of(tmp_path, files))
-    first.write_summary({})
-    first.close()
+    leave(tmp_path, recipe_of(tmp_path, files))
     data.write_text("{}\n{}\n")
     with refused("other_model: digests is"):
         opened(tmp_path, recipe_of(tmp_path, files))

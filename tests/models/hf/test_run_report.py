@@ -73,15 +73,16 @@ def test_dense_layers_are_those_of_the_model_sliding_ones_counted() -> None:
     assert sparse_queries == {1: 0, 3: 9}
 
 
-def test_a_run_that_skipped_nothing_says_so() -> None:
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("quest:budget=4096", "skipped nothing in decode"),
+        ("quest:budget=128", "every layer is in dense_layers"),  # two layers, both dense by default
+    ],
+)
+def test_a_run_that_skipped_nothing_says_so(plan: str, says: str) -> None:
     model = tiny()
-    with pytest.warns(UserWarning, match="skipped nothing in decode"), kvsift.sparse(model, "quest:budget=4096"):
-        greedy(model, prompt())
-
-
-def test_a_run_whose_layers_are_all_dense_says_so() -> None:
-    model = tiny()  # of two layers, both dense by default
-    with pytest.warns(UserWarning, match="every layer is in dense_layers"), kvsift.sparse(model, "quest:budget=128"):
+    with pytest.warns(UserWarning, match=says), kvsift.sparse(model, plan):
         greedy(model, prompt())
 
 

@@ -31,7 +31,7 @@ from kvsift.engine.graphs.slots import Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.sequence import Sequence
 from kvsift.engine.speculative.decoder import Proposal
-from kvsift.engine.speculative.step import Checked
+from kvsift.engine.speculative.exact_step import Checked
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
 from kvsift.models.hf.cache import SparseCache

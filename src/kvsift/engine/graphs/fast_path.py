@@ -16,13 +16,13 @@ from kvsift.errors import UnsupportedPlan, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
+from kvsift.models.captured_step import NO_STEP, Step
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.generation_config import FILE, GenerationSettings
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
-from kvsift.models.hf.step import TransformersStep, kind_of_step
 from kvsift.models.inference import inference
-from kvsift.models.step import NO_STEP, Step
 from kvsift.plan.capabilities import PlanCase, reason, verdict
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule

@@ -9,8 +9,8 @@ import torch
 
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.layer.paged_decode import list_capacity, rule_of, unit_size_of
+from kvsift.models.captured_step import Step
 from kvsift.models.hf.sparse import SparseCache
-from kvsift.models.step import Step
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
@@ -74,7 +74,7 @@ class Session:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether steps of blocks may be of any number of sequences (``models.step``)."""
+        """Whether steps of blocks may be of any number of sequences (``models.captured_step``)."""
         return self._step.keeps_bits
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:

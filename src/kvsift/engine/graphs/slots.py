@@ -35,8 +35,8 @@ from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.common.anchors import AnchoredMethod
+from kvsift.models.captured_step import Step
 from kvsift.models.hf.sparse import SparseCache
-from kvsift.models.step import Step
 from kvsift.plan.plan import Rule
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import copy
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvsift.types import KVReader
+from kvsift.types import Candidates, KVReader
 
 SMALLEST_NORM = 1e-6
 
@@ -59,13 +60,48 @@ class TokenRows:
         self.length = stop
 
     def fork(self) -> Self:
-        copy = type(self)()
+        forked = type(self)()
         if self._buffer is not None:
-            copy.length, copy._buffer = self.length, self._buffer[:, : self.length].clone()  # both append to it
-        return copy
+            forked.length, forked._buffer = self.length, self._buffer[:, : self.length].clone()  # both append to it
+        return forked
 
     def crop(self, length: int) -> None:
         self.length = min(self.length, length)
+
+
+class SettledRows:
+    """Rows of the candidates, with parameters from the first ``settled`` of them; a subclass defines ``settle`` and
+    ``rows_of``."""
+
+    def __init__(self) -> None:
+        self._rows = TokenRows()
+        self._span = (0, 0)  # tokens that the parameters come from
+
+    def settle(self, keys: Tensor) -> None:
+        """Compute the parameters from keys [num_kv_heads, n, head_dim]; they replace earlier ones."""
+        raise NotImplementedError
+
+    def rows_of(self, keys: Tensor) -> Tensor:
+        """Rows [num_kv_heads, n, width] of keys [num_kv_heads, n, head_dim], each from its key alone."""
+        raise NotImplementedError
+
+    def read(self, reader: KVReader, candidates: Candidates) -> Tensor:
+        """Rows of the candidates, [num_kv_heads, count, width]."""
+        span = candidates.first, candidates.first + settled(candidates.count)
+        if span != self._span:
+            self.settle(reader.keys(*span))
+            self._span, self._rows = span, TokenRows()
+        return self._rows.read(reader, candidates.first, candidates.stop, self.rows_of)
+
+    def fork(self) -> Self:
+        forked = copy(self)
+        forked._rows = self._rows.fork()
+        return forked
+
+    def crop(self, length: int) -> None:
+        self._rows.crop(length)
+        if length < self._span[1]:
+            self._span = (0, 0)
 
 
 class KeyNorms(TokenRows):
