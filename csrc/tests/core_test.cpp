@@ -95,7 +95,7 @@ struct Case {
   int queries() const { return heads * group; }
   HeadRows rows(const std::vector<float>& wide, const std::vector<std::uint16_t>& narrow) const {
     const void* data = is_bf16 ? static_cast<const void*>(narrow.data()) : wide.data();
-    return {data, num_slots * width, table, heads, width, is_bf16};
+    return {data, num_slots * width, table, heads, width, plain(is_bf16)};
   }
   HeadRows keys() const { return rows(k_pool, k16); }
   HeadRows values() const { return rows(v_pool, v16); }
@@ -164,8 +164,8 @@ void check_verification(const Case& c, int threads) {
     const SlotTable table(c.runs.data(), std::int64_t(c.runs.size()), c.num_slots, 0, c.length - tokens + 1 + t);
     HeadRows keys = c.keys(), values = c.values();
     attend_dense({PackedQueries(one.data(), c.queries(), c.width), c.queries(),
-                  {keys.data, keys.head_stride, table, c.heads, c.width, c.is_bf16},
-                  {values.data, values.head_stride, table, c.heads, c.width, c.is_bf16}, 0.05f, 0, true, threads,
+                  {keys.data, keys.head_stride, table, c.heads, c.width, plain(c.is_bf16)},
+                  {values.data, values.head_stride, table, c.heads, c.width, plain(c.is_bf16)}, 0.05f, 0, true, threads,
                   {alone.data(), alone_lse.data()}});
     for (int h = 0; h < c.queries(); ++h) {
       CHECK(alone_lse[std::size_t(h)] == lse[std::size_t(h * tokens + t)]);

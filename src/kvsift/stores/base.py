@@ -135,6 +135,11 @@ class Store(ABC):
         return False
 
     @property
+    def rounds(self) -> bool:
+        """Whether keys are read otherwise than they were appended."""
+        return False
+
+    @property
     def num_rows(self) -> int:
         return len(self.lengths)
 
@@ -153,8 +158,8 @@ class Store(ABC):
         """Store new tokens of a sequence, [num_kv_heads, num_new, head_dim], and summarise the pages they touch."""
 
     def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
-        """As ``append`` to an empty sequence, with summaries of its pages, [num_kv_heads, num_pages, width], which need
-        not be computed again."""
+        """As ``append`` to an empty sequence, of ``RowReader.rows`` of a store like this one, with summaries of its
+        pages, [num_kv_heads, num_pages, width], which need not be computed again."""
         self.append(row, keys, values)
 
     @abstractmethod
