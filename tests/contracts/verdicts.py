@@ -236,7 +236,7 @@ def runner(
 ) -> ModelRunner:  # fmt: skip
     """A model runner that has loaded a model, on a device that need not exist."""
     directory: Any = SimpleNamespace(
-        tokenizer=lambda: None, name="tiny", kv_bytes_per_token=lambda dtype: 0, window_bytes=lambda dtype, count: 0,
+        tokenizer=lambda: None, name="tiny", full_layers=(), window_bytes=lambda dtype, count: 0,
     )  # fmt: skip
     made = ModelRunner(
         directory, torch.device(device), torch.bfloat16, Placement.of(place), 512, 16, dense_below, path, deterministic,

@@ -24,6 +24,7 @@ from kvsift.api import saved_header
 from kvsift.api.saved_header import CHECKSUM_BYTES, CHECKSUMS, TensorEntry, damaged
 from kvsift.atomic_files import reason, replacement
 from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
+from kvsift.engine.memory import kv_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.errors import OtherModel, UnsupportedPlan, UnwritableFile
@@ -78,7 +79,8 @@ def check_saving(runner: ModelRunner, plan: Plan, num_tokens: int, path: Path) -
     _check_place(runner, "saved")
     check(plan, NOT_SAVED)
     directory, dtype = runner.directory, runner.dtype
-    _check_room(path, directory.kv_bytes_per_token(dtype) * num_tokens + directory.window_bytes(dtype, num_tokens))
+    kv = kv_bytes(directory, dtype, num_tokens, runner.place)
+    _check_room(path, kv + directory.window_bytes(dtype, num_tokens))
 
 
 def save(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -316,12 +316,12 @@ class HostStore(PagedStore):
         super().__init__(shape, num_rows, page_size, like, summaries, reserve, table)
 
     @classmethod
-    def check_knobs(cls, *, kv_dtype: str = "auto") -> None:
+    def check_knobs(cls, *, kv_dtype: str = "auto", **knobs: Any) -> None:
         if kv_dtype not in KV_DTYPES:
             raise unknown("kv_dtype", str(kv_dtype), KV_DTYPES)
 
     @classmethod
-    def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto") -> int:
+    def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto", **knobs: Any) -> int:
         return 2 * (coded_width(head_dim) if kv_dtype == "int8" else head_dim * dtype.itemsize)
 
     @property
