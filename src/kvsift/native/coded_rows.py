@@ -62,7 +62,7 @@ def decode_rows(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Te
 
 def decode_rows_reference(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Tensor:
     """As ``decode_rows``; turned ones may differ in rounding."""
-    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     numbers = rows[..., :-SCALE_BYTES].float() * scale
     if turned:
         numbers = numbers @ rotation(numbers.shape[-1], numbers.device).mT

@@ -11,12 +11,12 @@ from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.codes import Codes
 from kvsift.native.loader import core, num_threads
 from kvsift.native.shapes import (
+    ROW_TYPES,
     HeadRows,
     address_of,
     check_finite,
     check_queries,
     check_rows,
-    row_type,
     row_width,
     shape_of,
 )
@@ -32,7 +32,7 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
     q, ids, scores = _prepared(queries, keys, k)
     if k > 0:
         core.scan(
-            shape_of(q, keys), q.data_ptr(), *address_of(keys), row_type(keys), k,
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype], k,
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip
     return ids, scores
@@ -45,7 +45,7 @@ def all_scores(queries: Tensor, keys: HeadRows, *, threads: int | None = None) -
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], keys.shape[1])
     core.all_scores(
-        shape_of(q, keys), q.data_ptr(), *address_of(keys), row_type(keys), num_threads(threads),
+        shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype], num_threads(threads),
         scores.data_ptr(),
     )  # fmt: skip
     return scores
@@ -68,7 +68,7 @@ def scan_codes(
         raise InvalidValue(f"overfetch={overfetch} must be at least 1.")
     if k > 0:
         core.scan_codes(
-            shape_of(q, keys), q.data_ptr(), *address_of(keys), row_type(keys),
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype],
             codes.blocks.data_ptr(), codes.blocks.stride(0), codes.scale.data_ptr(), k, math.ceil(overfetch * k),
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from kvsift.native.loader import AVAILABLE, core
 
 LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # the core's RowType
 SCALE_BYTES = 4  # of a coded row (``coded_rows``), behind its codes
 NOT_FINITE = "queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them."
 
@@ -54,11 +55,6 @@ HeadRows = Tensor | PooledRows  # [num_kv_heads, length, width], anywhere on the
 def row_width(rows: HeadRows) -> int:
     """Numbers of a row."""
     return rows.shape[2] - (SCALE_BYTES if rows.dtype == torch.int8 else 0)
-
-
-def row_type(rows: HeadRows) -> int:
-    """The core's RowType."""
-    return 2 if rows.dtype == torch.int8 else int(rows.dtype == torch.bfloat16)
 
 
 def pool_of(rows: HeadRows) -> Tensor:
@@ -130,7 +126,7 @@ def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:
     if not (
         supports(queries, keys)
         and (queries.dim() == 2 or (queries.dim() == 3 and queries.shape[1] > 0))
-        and queries.shape[-1] == row_width(keys)
+        and queries.shape[-1] == keys.shape[2] - (SCALE_BYTES if keys.dtype == torch.int8 else 0)
         and queries.shape[0] > 0
         and queries.shape[0] % keys.shape[0] == 0
         and _lie_alike(keys, values)
@@ -171,7 +167,8 @@ def check_pair(keys: HeadRows, values: HeadRows) -> None:
 def shape_of(queries: Tensor, rows: HeadRows) -> Any:
     """The core's Shape for queries [num_query_heads, _] and rows [num_kv_heads, n, width]; raises InputError for runs
     that are not in the pool or hold too few rows."""
-    (num_kv_heads, length, _), width = rows.shape, row_width(rows)
+    num_kv_heads, length, width = rows.shape
+    width -= SCALE_BYTES if rows.dtype == torch.int8 else 0
     if not isinstance(rows, PooledRows):
         return core.Shape(queries.shape[0], num_kv_heads, width, length)
     return check_runs(rows, lambda *runs: core.Shape(queries.shape[0], num_kv_heads, width, length, *runs))

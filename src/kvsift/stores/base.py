@@ -95,6 +95,7 @@ class Store(ABC):
         token_bytes: of keys and values of one token.
         table: pages of the sequences; None where every sequence has pages of its own.
         kinds: of page summaries that are maintained and can be read.
+        rounds: keys are read otherwise than they were appended.
     """
 
     in_host_memory: ClassVar[bool] = False  # whatever the device of the model
@@ -113,6 +114,7 @@ class Store(ABC):
     token_bytes: int
     table: PageTable | None = None
     kinds: tuple[str, ...] = ()
+    rounds: bool = False
 
     @classmethod  # noqa: B027 (no knobs by default)
     def check_knobs(cls, **knobs: Any) -> None:
@@ -132,11 +134,6 @@ class Store(ABC):
     @property
     def is_remote(self) -> bool:
         """Whether KV is in the memory of a host that is not the device of the model."""
-        return False
-
-    @property
-    def rounds(self) -> bool:
-        """Whether keys are read otherwise than they were appended."""
         return False
 
     @property

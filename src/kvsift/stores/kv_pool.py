@@ -37,6 +37,7 @@ class LayerPool:
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
+        head_dim, dtype: of keys and values as they come and are read.
         token_bytes: of keys and values of one token.
         on_host: whether keys and values are in memory that the compiled core reads.
         summaries: kind -> [num_kv_heads, num_pages, width].
@@ -50,6 +51,7 @@ class LayerPool:
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
         self.head_dim, self.dtype = shape.head_dim, like.dtype
+        self.coded_keys, self.coded_values = coded_keys, coded_values
         self._pinned = pinned
         self.moves = 0
         self.keys, self.values = (
@@ -122,24 +124,19 @@ class LayerPool:
                 for kind, rows in self.summaries.items():
                     rows[:, pages] = summarise(kind, keys, None, values)
 
-    @property
-    def is_coded(self) -> bool:
-        """Whether keys are kept in 8 bits."""
-        return self.keys.dtype == torch.int8
-
     def rows_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [..., head_dim], as they are stored."""
-        if self.keys.dtype == torch.int8 != keys.dtype:
+        if self.coded_keys and keys.dtype != torch.int8:  # else they were read as they are stored
             keys = encode_rows(keys, turned=True)
-        return keys, encode_rows(values) if self.values.dtype == torch.int8 != values.dtype else values
+        return keys, encode_rows(values) if self.coded_values and values.dtype != torch.int8 else values
 
     def keys_of(self, rows: Tensor) -> Tensor:
         """Stored keys, [..., width], as they are read: [..., head_dim]."""
-        return decode_rows(rows, self.dtype, turned=True) if rows.dtype == torch.int8 else rows
+        return decode_rows(rows, self.dtype, turned=True) if self.coded_keys else rows
 
     def values_of(self, rows: Tensor) -> Tensor:
         """As ``keys_of``."""
-        return decode_rows(rows, self.dtype) if rows.dtype == torch.int8 else rows
+        return decode_rows(rows, self.dtype) if self.coded_values else rows
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page with its summaries."""

@@ -226,7 +226,8 @@ class PagedStore(Store):
         return other
 
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-        keys, values = self.pool.rows_of(keys, values)
+        if self.pool.coded_values:
+            keys, values = self.pool.rows_of(keys, values)
         self.pool.keys.flatten(1, 2)[:, slots] = keys
         self.pool.values.flatten(1, 2)[:, slots] = values
 
@@ -237,7 +238,8 @@ class PagedStore(Store):
         """Keys and values of pages of a sequence, [num_kv_heads, stop - first, page_size, head_dim], where they are to
         be summarised."""
         pages = self._reader(row).pages(first, stop)
-        return self.pool.keys_of(self.pool.keys[:, pages]), self.pool.values_of(self.pool.values[:, pages])
+        keys, values = self.pool.keys[:, pages], self.pool.values[:, pages]
+        return (self.pool.keys_of(keys), self.pool.values_of(values)) if self.pool.coded_values else (keys, values)
 
     @torch.inference_mode()
     def _own_partial_page(self, row: int) -> None:
@@ -312,7 +314,7 @@ class HostStore(PagedStore):
                 f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
                 "placement=split or placement=offload."
             )
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.rounds = kv_dtype, kv_dtype == "int8"
         super().__init__(shape, num_rows, page_size, like, summaries, reserve, table)
 
     @classmethod
@@ -324,10 +326,7 @@ class HostStore(PagedStore):
     def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto", **knobs: Any) -> int:
         return 2 * (coded_width(head_dim) if kv_dtype == "int8" else head_dim * dtype.itemsize)
 
-    @property
-    def rounds(self) -> bool:
-        return self.pool.is_coded
-
     def _new_pool(self, pages: PagePool) -> LayerPool:
-        coded = self.kv_dtype == "int8"
-        return LayerPool(self.shape, self.page_size, self._like, pages, coded_keys=coded, coded_values=coded)
+        return LayerPool(
+            self.shape, self.page_size, self._like, pages, coded_keys=self.rounds, coded_values=self.rounds
+        )

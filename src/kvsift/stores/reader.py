@@ -143,7 +143,7 @@ class RowReader:
 
     def borrow_in_place(self, start: int, stop: int) -> HeadRows:
         """As ``borrow``, without a copy where they are in host memory as they came."""
-        in_place = self.in_place and not self._pool.is_coded
+        in_place = self.in_place and not self._pool.coded_keys
         return self.keys_in_place(stop, start) if in_place else self.keys(start, stop)
 
     def count_bytes(self, num_bytes: int) -> None:
