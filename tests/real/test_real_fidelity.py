@@ -17,7 +17,7 @@ pytestmark = pytest.mark.real
 CONTEXT, NUM_TARGETS = 3_000, 96
 # in nats; measured over the two texts: sketch 0.00023 and 0.00018, Quest 0.021 and 0.012
 LARGEST_KL = {"sketch:budget=1024": 0.001, "quest:budget=1024": 0.1}
-LARGEST_KL_IN_8_BITS = 0.001  # keys and values, dense; measured: 0.0003 and 0.0003
+LARGEST_KL_IN_8_BITS = 0.001  # keys and values, dense; measured: 0.00037 and 0.00032
 
 
 @pytest.mark.parametrize("name", EXCERPTS)
