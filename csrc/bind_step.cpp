@@ -51,7 +51,10 @@ void bind_step(nb::module_& m) {
                                at<void>(key_norm), attention_eps, mlp_eps, head_eps});
       });
   nb::class_<DecodeSequence>(m, "DecodeSequence")
-      .def("__init__", [](DecodeSequence* self, int page_size) { new (self) DecodeSequence{}; self->page_size = page_size; })
+      .def("__init__", [](DecodeSequence* self, int page_size, bool coded) {
+        new (self) DecodeSequence{};
+        self->page_size = page_size, self->coded = coded;
+      })
       .def("keep_sketches", [](DecodeSequence& self, const SketchFormat& format) { self.sketch = format; })
       .def("clear", [](DecodeSequence& self) { self.layers.clear(); })
       .def("add_layer", [](DecodeSequence& self, Address keys, Address values, std::int64_t stride, Address extremes,

@@ -132,7 +132,7 @@ class Searcher {
 
   void score() {
     if (blocked_) {
-      const kvsift::Rows named{keys_.data, ids_.data(), marked_, keys_.dim, keys_.bf16};
+      const kvsift::Rows named{keys_.data, ids_.data(), marked_, keys_.dim, kvsift::plain(keys_.bf16)};
       return kernels().dots(packed_.heads(0, 1), named, scores_.data(), marked_);
     }
     narrow_.assign(ids_.begin(), ids_.begin() + marked_);

@@ -12,21 +12,23 @@ namespace kvsift {
 
 inline int padded(int width) { return (width + kQueryPad - 1) / kQueryPad * kQueryPad; }
 
-// Rows of one sequence in a pool [num_kv_heads, num_slots, width]; the heads of the pool are head_stride numbers apart.
+// Rows of one sequence in a pool [num_kv_heads, num_slots, width]; the heads of the pool are head_stride numbers apart, bytes
+// where rows are coded.
 struct HeadRows {
   const void* data;
   std::int64_t head_stride;
   const SlotTable& table;
   int num_kv_heads;
   int width;
-  bool bf16;
+  RowType type;
 
   std::int64_t length() const { return table.length(); }
   Slots slots(std::vector<std::int64_t>& ids) const { return table.range(0, length(), ids); }
   Rows rows(int kv_head, const Slots& slots) const {
-    const std::int64_t start = kv_head * head_stride + (slots.ids == nullptr ? slots.start * width : 0);
     const std::int64_t* ids = slots.ids == nullptr ? nullptr : slots.ids + slots.start;
-    return {static_cast<const char*>(data) + start * (bf16 ? 2 : 4), ids, slots.count, width, bf16, slots.following};
+    const std::int64_t start = slots.ids == nullptr ? slots.start * row_bytes(type, width) : 0;
+    return {static_cast<const char*>(data) + kv_head * head_stride * number_bytes(type) + start, ids, slots.count, width, type,
+            slots.following};
   }
 };
 

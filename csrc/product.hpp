@@ -76,7 +76,7 @@ void multiply(const Product<T>& call, int threads) {
   const std::int64_t per_task = rows_per_task<T>(call.num_in);
   parallel_for((call.num_out + per_task - 1) / per_task, threads, [&](std::int64_t task, int) {
     const std::int64_t start = task * per_task, count = std::min(per_task, call.num_out - start);
-    const Rows rows{call.weight + start * call.num_in, nullptr, count, call.num_in, sizeof(T) == 2};
+    const Rows rows{call.weight + start * call.num_in, nullptr, count, call.num_in, plain(sizeof(T) == 2)};
     kernels().dots(packed.heads(0, call.num_rows), rows, products.data() + start, call.num_out);
   });
   const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;

@@ -8,54 +8,9 @@
 #include "isa/isa.hpp"
 #include "numbers.hpp"
 #include "parallel.hpp"
+#include "rotation.hpp"
 
 namespace kvsift {
-
-// Rotates several vectors in place, [head_dim, count]: signs, a Hadamard matrix of `size` in each block, a cosine transform
-// across the blocks. What is next to each other is of different vectors, so that every step is of whole registers.
-class Rotation {
- public:
-  explicit Rotation(int head_dim) : size_(head_dim & -head_dim), blocks_(head_dim / size_) {
-    for (int i = 0; i < head_dim; ++i) signs_.push_back((std::uint64_t(i) * 0x9e3779b1u >> 15 & 1) != 0 ? -1.0f : 1.0f);
-    for (int b = 0; b < blocks_; ++b)
-      for (int f = 0; f < blocks_; ++f) {
-        const double norm = std::sqrt((f == 0 ? 1.0 : 2.0) / blocks_);
-        cosines_.push_back(float(norm * std::cos(3.14159265358979323846 / blocks_ * (b + 0.5) * f)));
-      }
-  }
-
-  void turn(float* x, int count) const {
-    const int dim = size_ * blocks_;
-    const float scale = 1.0f / std::sqrt(float(size_));
-    for (int i = 0; i < dim; ++i)
-      for (int t = 0; t < count; ++t) x[i * count + t] *= signs_[std::size_t(i)] * scale;
-    for (int b = 0; b < blocks_; ++b) hadamard(x + b * size_ * count, count);
-    if (blocks_ > 1) mix(x, size_ * count);
-  }
-
- private:
-  void hadamard(float* x, int count) const {
-    for (int half = count; half < size_ * count; half *= 2)
-      for (int first = 0; first < size_ * count; first += 2 * half) {
-        float *__restrict a = x + first, *__restrict b = a + half;
-        for (int i = 0; i < half; ++i) {
-          const float sum = a[i] + b[i];
-          b[i] = a[i] - b[i], a[i] = sum;
-        }
-      }
-  }
-
-  void mix(float* x, int length) const {
-    const std::vector<float> old(x, x + length * blocks_);
-    std::fill(x, x + length * blocks_, 0.0f);
-    for (int b = 0; b < blocks_; ++b)
-      for (int f = 0; f < blocks_; ++f)
-        for (int i = 0; i < length; ++i) x[f * length + i] += old[std::size_t(b * length + i)] * cosines_[std::size_t(b * blocks_ + f)];
-  }
-
-  int size_, blocks_;
-  std::vector<float> signs_, cosines_;
-};
 
 // A whole number between two others, the lower one for NaN.
 inline int between(float x, int low, int high) { return x > float(low) ? (x < float(high) ? int(x) : high) : low; }

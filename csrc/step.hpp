@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "attention.hpp"
+#include "coded_rows.hpp"
 #include "extremes.hpp"
 #include "packed.hpp"
 #include "pages.hpp"
@@ -62,7 +63,7 @@ struct Decoder {
   std::vector<LayerWeights> layers;
 };
 
-// The pool of a layer, [num_kv_heads, pages, ...]; strides of heads in numbers.
+// The pool of a layer, [num_kv_heads, pages, ...]; strides of heads in numbers, of coded rows in bytes.
 struct LayerPages {
   void *keys, *values;  // [page_size, head_dim] per page
   std::int64_t stride;
@@ -84,6 +85,7 @@ struct SelectionRule {
 
 struct DecodeSequence {
   int page_size;
+  bool coded;  // keys and values are coded rows
   SketchFormat sketch;  // of pages, where they have sketches
   std::vector<LayerPages> layers;
   bool selects;  // in some layer
@@ -111,6 +113,7 @@ class StepSequence {
   StepSequence(const DecodeSequence& sequence, int row, const Decoder& decoder, const Rotation& rotation)
       : sequence(sequence), row(row), num_queries(decoder.num_query_heads * sequence.num_tokens()), tokens(token_table(sequence)),
         candidates(candidate_table(sequence)), slots(sequence.ids.size()), queries(num_queries, decoder.head_dim, decoder.bf16),
+        rotated(sequence.coded ? num_queries : 0, decoder.head_dim, false),
         features(by_extremes() ? num_queries : 0, 2 * decoder.head_dim, decoder.bf16), dense(all_pieces(decoder)),
         listed(listed_pieces(decoder)), dense_states(dense, num_queries, queries.stride()),
         listed_states(listed, num_queries, queries.stride()) {
@@ -120,7 +123,7 @@ class StepSequence {
     if (by_sketches()) {
       prepare_sketches(decoder, rotation);
     } else {
-      order = std::make_unique<PageOrder>(HeadRows{nullptr, 0, candidates, 1, 2 * decoder.head_dim, decoder.bf16});
+      order = std::make_unique<PageOrder>(HeadRows{nullptr, 0, candidates, 1, 2 * decoder.head_dim, plain(decoder.bf16)});
       scores.resize(std::size_t(decoder.num_query_heads * sequence.rule.num_candidates));
     }
   }
@@ -153,7 +156,7 @@ class StepSequence {
   const int num_queries;
   const SlotTable tokens, candidates;
   std::vector<std::int64_t> slots;  // of the new tokens
-  PackedQueries queries, features;
+  PackedQueries queries, rotated, features;  // rotated: queries of coded keys
   std::unique_ptr<PageOrder> order;
   std::vector<float> scores;
   std::vector<std::int64_t> chosen;  // [num_selections, num_units]
@@ -348,7 +351,7 @@ class DecodeStep {
       std::vector<float> products(std::size_t(call.gated ? 2 : 1) * std::size_t(rows_ * count));
       float* const factors = products.data() + (call.gated ? rows_ * count : 0);
       const auto multiply_rows = [&](std::int64_t first, float* to) {
-        const Rows rows{call.weight + first * call.num_in, nullptr, count, call.num_in, sizeof(T) == 2};
+        const Rows rows{call.weight + first * call.num_in, nullptr, count, call.num_in, plain(sizeof(T) == 2)};
         kernels().dots(inputs.plain.heads(0, rows_), rows, to, count);
       };
       multiply_rows(start, products.data());
@@ -382,29 +385,55 @@ class DecodeStep {
     if (sequence.asked != nullptr)
       std::memcpy(static_cast<T*>(sequence.asked) + (std::int64_t(layer) * decoder_.num_query_heads + first) * width,
                   heads + first * width, std::size_t(group() * width) * sizeof(T));
-    T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
+    const T* const value = key + num_kv_heads * width;
     const std::int64_t slot = own.slots[std::size_t(token)];
-    std::memcpy(keys + slot * width, key, width * sizeof(T));
-    std::memcpy(values + slot * width, key + num_kv_heads * width, width * sizeof(T));
-    if ((sequence.position + token + 1) % sequence.page_size == 0) {
-      const std::int64_t page = slot / sequence.page_size, start = page * sequence.page_size * width;
-      const bool* const all = nullptr;  // tokens are valid
-      if (pages.extremes != nullptr)
-        page_extremes(keys + start, all, 1, sequence.page_size, width,
-                      static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
-      if (pages.sketches != nullptr)
-        SketchWriter(sequence.sketch)
-            .write(keys + start, values + start, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
+    const bool full = (sequence.position + token + 1) % sequence.page_size == 0;
+    const std::int64_t page = slot / sequence.page_size, page_start = page * sequence.page_size;
+    if (sequence.coded) {
+      const int bytes = row_bytes(RowType::coded, width), count = sequence.page_size;
+      auto *const keys = static_cast<std::int8_t*>(pages.keys) + h * pages.stride;
+      auto *const values = static_cast<std::int8_t*>(pages.values) + h * pages.stride;
+      encode_rows(key, 1, width, &rotation_, keys + slot * bytes);
+      encode_rows(value, 1, width, nullptr, values + slot * bytes);
+      if (full) {  // what is ranked is what is stored
+        std::vector<T> decoded(std::size_t(2 * count) * width);
+        decode_rows(keys + page_start * bytes, count, width, &rotation_, decoded.data());
+        decode_rows(values + page_start * bytes, count, width, nullptr, &decoded[std::size_t(count) * width]);
+        summarise(sequence, pages, h, page, decoded.data(), &decoded[std::size_t(count) * width]);
+      }
+    } else {
+      T *const keys = static_cast<T*>(pages.keys) + h * pages.stride, *const values = static_cast<T*>(pages.values) + h * pages.stride;
+      std::memcpy(keys + slot * width, key, width * sizeof(T));
+      std::memcpy(values + slot * width, value, width * sizeof(T));
+      if (full) summarise(sequence, pages, h, page, keys + page_start * width, values + page_start * width);
     }
     float query[kMaxHeadDim];
     for (int q = first; q < first + group(); ++q) {
       for (int i = 0; i < width; ++i) query[i] = load(heads + q * width + i);
       own.queries.set(q * sequence.num_tokens() + token, 0, query, width);
+      if (sequence.coded) {
+        float rotated[kMaxHeadDim];
+        std::copy_n(query, width, rotated);
+        rotation_.turn_rows(rotated, 1);
+        own.rotated.set(q * sequence.num_tokens() + token, 0, rotated, width);
+      }
       if (pages.dense || !own.selects()) continue;
       for (int i = 0; i < width; ++i)
         if (!std::isfinite(query[i])) throw NotFinite();
       if (own.by_extremes()) own.features.set(q, 0, page_features(query, 1, width, decoder_.scale).data(), 2 * width);
     }
+  }
+
+  // Of a page that is full, with its keys and values.
+  void summarise(const DecodeSequence& sequence, const LayerPages& pages, int h, std::int64_t page, const T* keys, const T* values) {
+    const bool* const all = nullptr;  // tokens are valid
+    const int width = decoder_.head_dim;
+    if (pages.extremes != nullptr)
+      page_extremes(keys, all, 1, sequence.page_size, width,
+                    static_cast<T*>(pages.extremes) + h * pages.extremes_stride + page * 2 * width);
+    if (pages.sketches != nullptr)
+      SketchWriter(sequence.sketch)
+          .write(keys, values, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
   }
 
   void select(Team& team, std::size_t layer) {
@@ -433,7 +462,7 @@ class DecodeStep {
   void score_pages(StepSequence& own, std::size_t layer, int head, std::int64_t part) {
     const LayerPages& pages = own.sequence.layers[layer];
     const HeadRows rows{pages.extremes, pages.extremes_stride, own.candidates, decoder_.num_kv_heads,
-                        2 * decoder_.head_dim, decoder_.bf16};
+                        2 * decoder_.head_dim, plain(decoder_.bf16)};
     score_some(own.features, group(), rows, *own.order, head, part * kScoredPages, std::fabs(decoder_.scale), own.scores.data());
   }
 
@@ -457,12 +486,13 @@ class DecodeStep {
             [&](StepSequence& own, std::int64_t p) {
               const LayerPages& pages = own.sequence.layers[layer];
               const auto rows = [&](const void* data) {
-                return HeadRows{data, pages.stride, own.tokens, decoder_.num_kv_heads, decoder_.head_dim, decoder_.bf16};
+                const RowType type = own.sequence.coded ? RowType::coded : plain(decoder_.bf16);
+                return HeadRows{data, pages.stride, own.tokens, decoder_.num_kv_heads, decoder_.head_dim, type};
               };
               const HeadRows keys = rows(pages.keys), values = rows(pages.values);
               const Piece& piece = own.pieces(layer)[std::size_t(p)];
               own.states(layer).clear(p, piece.num_queries);
-              attend_piece({own.queries, own.num_queries, keys, values, decoder_.scale, 0.0f, decoder_.bf16, 1, {},
+              attend_piece({own.sequence.coded ? own.rotated : own.queries, own.num_queries, keys, values, decoder_.scale, 0.0f, decoder_.bf16, 1, {},
                             own.sequence.num_tokens()},
                            piece, p, own.states(layer), nullptr);
             });
@@ -499,7 +529,7 @@ class DecodeStep {
 
   const Decoder& decoder_;
   const int rows_, hidden_;
-  const Rotation rotation_;  // of queries for sketches
+  const Rotation rotation_;  // for sketches, and coded keys
   T* const logits_;                                     // [rows, vocabulary]
   ProductInputs from_x_, from_heads_, from_gates_;
   std::vector<T> x_, qkv_, gates_;                      // of all rows

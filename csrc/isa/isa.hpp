@@ -13,13 +13,23 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kMaxWidth = 2 * kMaxHeadDim;  // of a row: page summaries hold two numbers per channel
 constexpr int kQueryPad = 32;               // queries are padded with zeros to a multiple of this many numbers
 
-// Rows of one KV head: count consecutive ones from base on, or those at base + ids[i] * width.
+// The numbers of a row; coded: codes from -127 to 127 in a byte each, and behind them a scale in float32, number = scale * code.
+enum class RowType { float32, bf16, coded };
+
+constexpr RowType plain(bool bf16) { return bf16 ? RowType::bf16 : RowType::float32; }
+constexpr int kScaleBytes = 4;
+constexpr int number_bytes(RowType type) { return type == RowType::coded ? 1 : type == RowType::bf16 ? 2 : 4; }
+constexpr int row_bytes(RowType type, int width) {
+  return width * number_bytes(type) + (type == RowType::coded ? kScaleBytes : 0);
+}
+
+// Rows of one KV head: count consecutive ones from base on, or number ids[i] from there.
 struct Rows {
   const void* base;
   const std::int64_t* ids;  // nullptr: consecutive
   std::int64_t count;
-  int width;                   // numbers per row, a multiple of 8
-  bool bf16;                   // else float32
+  int width;  // numbers per row, a multiple of 8
+  RowType type;
   std::int64_t following = 0;  // ids behind these, of rows that are read next
 };
 
@@ -122,6 +132,7 @@ struct Kernels {
   // attends keys and the values at the same ids (values: base of their rows) and adds them to the state.
   // logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0.
   // coarse: weights may be rounded to bf16, because the caller rounds the result to bf16
+  // Queries are rounded to 16 bits for coded keys, and weights for coded values.
   // At most kMostAttending queries; the result of a query does not depend on the others.
   void (*attend)(const Queries& queries, const Rows& keys, const void* values, float scale, float softcap, bool coarse,
                  const Softmax& state);

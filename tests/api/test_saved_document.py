@@ -176,6 +176,28 @@ def test_rounded_values_are_neither_saved_nor_opened(llama: Path, saved: Path, p
     assert not path.exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", [QUEST, f"sketch:{BUDGET}", f"pqcache:{BUDGET}"])
+def test_keys_and_values_in_8_bits_are_saved_as_they_are_stored(
+    plan: str, dtype: str, llama: Path, saved: Path, path: Path
+) -> None:
+    llm = LLM(llama, plan, dtype=dtype, device="cpu", kv_dtype="int8")
+    document = llm.read(TEXT)
+    document.save(path)
+    again = path.with_suffix(".again")
+    opened = llm.open(path, progress=unread)
+    opened.save(again)
+    read, later = (each.ask(QUESTION, max_new_tokens=8) for each in (document, opened))
+    assert later.token_ids == read.token_ids
+    assert later.decode("density") == read.decode("density")
+    assert path.stat().st_size < saved.stat().st_size
+    with safe_open(path, "pt") as one, safe_open(again, "pt") as other:
+        layers = [name for name in one.keys() if name.startswith("layers.")]  # noqa: SIM118 (no mapping)
+        assert all(torch.equal(one.get_tensor(name), other.get_tensor(name)) for name in layers)
+    with refused("other_model: with kv_dtype=int8, and this LLM has kv_dtype=auto. Give kv_dtype=int8"):
+        LLM(llama, plan, dtype=dtype, device="cpu").open(path)
+
+
 @pytest.mark.parametrize("path_name", ["eager", "composed"])
 def test_captured_steps_continue_with_an_opened_document(path_name: str, llama: Path, saved: Path) -> None:
     llm = LLM(llama, QUEST, path=path_name, probe_every=0)

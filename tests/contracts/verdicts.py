@@ -236,7 +236,7 @@ def runner(
 ) -> ModelRunner:  # fmt: skip
     """A model runner that has loaded a model, on a device that need not exist."""
     directory: Any = SimpleNamespace(
-        tokenizer=lambda: None, name="tiny", kv_bytes_per_token=lambda dtype: 0, window_bytes=lambda dtype, count: 0,
+        tokenizer=lambda: None, name="tiny", full_layers=(), window_bytes=lambda dtype, count: 0,
     )  # fmt: skip
     made = ModelRunner(
         directory, torch.device(device), torch.bfloat16, Placement.of(place), 512, 16, dense_below, path, deterministic,
@@ -260,13 +260,13 @@ def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
 
 
 def placed(name: str, on_gpu: bool, plan: Plan) -> Iterator[str]:
-    case = PlanCase(plan, Placement(name), on_gpu)
+    case = PlanCase(plan, Placement.of(name), on_gpu)
     return reasons(case, case.place.store.objections)
 
 
 def of_plans(known: dict[str, Plan]) -> Iterator[tuple[str, Callable[[Plan], Any]]]:
     """Questions that a plan answers alone."""
-    for name in ("device", "split", "offload", "host"):
+    for name in ("device", "split", "offload", "host", "host:kv_dtype=int8"):
         yield f"placement {name}", partial(placed, name, False)
         yield f"placement {name} on a GPU", partial(placed, name, True)
     yield "drafts", lambda plan: check(plan, ONLY_DRAFTS)
@@ -307,7 +307,8 @@ def of_engine(built: dict[str, Any]) -> Iterator[tuple[str, Callable[[Plan], Any
         yield f"blocks: {where}, deterministic", lambda plan, blocks=blocks: blocks(plan, False, llama)
         yield f"exact blocks: {where}, deterministic", lambda plan, blocks=blocks: blocks(plan, True, llama)
     yield "not exact", lambda plan: exactness.check_exact(runner(llama), plan, False)
-    for place in ("device", "split", "offload", "host", "offload:host_values=int8", "split:host_values=int8"):
+    packed = ("offload:host_values=int8", "split:host_values=int8", "host:kv_dtype=int8")
+    for place in ("device", "split", "offload", "host", *packed):
         made = runner(llama, place=place)
         yield f"pool: {place}", made.reason_apart
         yield f"saved: {place}", lambda plan, made=made: saved_document.check_saving(made, plan, 0, Path())

@@ -33,15 +33,18 @@ PLANS = [
     "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0", "streaming_llm:budget=48:dense_layers=1",
 ]  # fmt: skip
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+PLACES = ["device", "host:kv_dtype=int8"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def filled(model: Any, plan: str, length: int, probe_every: int = 0, seed: int = 3) -> SparseCache:
+def filled(
+    model: Any, plan: str, length: int, probe_every: int = 0, seed: int = 3, place: str = "device"
+) -> SparseCache:
     """A cache behind a prompt of so many random tokens."""
-    cache = make_cache(model, plan, probe_every=probe_every)
+    cache = make_cache(model, plan, probe_every=probe_every, placement=place)
     ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode(), feeding(cache, "prefill"):
         FusedModel(DecoderStep(model)).prefill(ids, cache, "prefill")
@@ -98,7 +101,7 @@ def assert_alike(one: SparseCache, other: SparseCache) -> None:
     assert counters(one) == counters(other)
     for own, expected in zip(one.attentions, other.attentions, strict=True):
         assert own.store.lengths == expected.store.lengths
-        for tensor, same in zip(own.stored(0), expected.stored(0), strict=True):
+        for tensor, same in zip(own.rows(0), expected.rows(0), strict=True):
             assert torch.equal(bits(tensor), bits(same))
         summaries = own.summaries(0)
         assert summaries.keys() == expected.summaries(0).keys()
@@ -113,11 +116,11 @@ def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_native_steps_have_the_bits_of_composed_ones(family: str, plan: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("family", "place"), [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])])
+def test_native_steps_have_the_bits_of_composed_ones(family: str, place: str, plan: str, dtype: torch.dtype) -> None:
     model = tiny(family, num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
-    one, other = (filled(model, plan, 90) for _ in range(2))
+    one, other = (filled(model, plan, 90, place=place) for _ in range(2))
     found, expected = generated(taken, [one], 20), generated(composed, [other], 20)
     assert is_taken(taken, one)
     for logits, same in zip(found, expected, strict=True):
@@ -176,11 +179,11 @@ def test_weights_stay_while_their_model_is_cast() -> None:
     head_dim=st.sampled_from([8, 16, 24, 64]), kv_heads=st.integers(1, 3), group=st.integers(1, 5),
     hidden=st.sampled_from([8, 40, 64]), inter=st.sampled_from([8, 56, 96]), length=st.integers(1, 700),
     level=st.sampled_from(native.levels() if native.available() else [""]), plan=st.sampled_from(PLANS),
-    tied=st.booleans(), threads=st.integers(1, 3), bf16=st.booleans(),
+    tied=st.booleans(), threads=st.integers(1, 3), bf16=st.booleans(), place=st.sampled_from(PLACES),
 )  # fmt: skip
 def test_shapes(
     head_dim: int, kv_heads: int, group: int, hidden: int, inter: int, length: int, level: str, plan: str, tied: bool,
-    threads: int, bf16: bool,
+    threads: int, bf16: bool, place: str,
 ) -> None:  # fmt: skip
     before, number = native.level(), torch.get_num_threads()
     model = tiny(
@@ -191,7 +194,7 @@ def test_shapes(
     try:
         native.use_level(level)
         torch.set_num_threads(threads)
-        one, other = (filled(model, plan, length) for _ in range(2))
+        one, other = (filled(model, plan, length, place=place) for _ in range(2))
         found, expected = generated(taken, [one], 4), generated(composed, [other], 4)
         assert is_taken(taken, one)
     finally:
@@ -221,8 +224,11 @@ def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_h
     model = tiny("Qwen2", num_hidden_layers=3).to(dtype)
     taken, _ = both(model)
     lengths = [600, 70, 15, 130, 500, 77, 20, 190]
-    alone = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
-    together = [filled(model, plan, length, seed=length) for plan, length in zip(PLANS, lengths)]
+    places = [PLACES[number % 2] for number in range(len(lengths))]
+    alone, together = (
+        [filled(model, plan, length, 0, length, place) for plan, length, place in zip(PLANS, lengths, places)]
+        for _ in range(2)
+    )
     found = generated(taken, together, 6)
     for number, cache in enumerate(alone):
         with torch.inference_mode():
@@ -236,10 +242,11 @@ def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_h
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", [QUEST, f"{SKETCH}:dense_layers=none", f"{SKETCH}:heads=query:bits=2:dense_layers=1"])
-def test_steps_are_probed_as_composed_ones(plan: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_are_probed_as_composed_ones(place: str, plan: str, dtype: torch.dtype) -> None:
     model = tiny(num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
-    one, other = (filled(model, plan, 90, probe_every=4) for _ in range(2))
+    one, other = (filled(model, plan, 90, probe_every=4, place=place) for _ in range(2))
     found = take_all(taken, [one], 10)
     assert torch.equal(bits(found), bits(torch.stack(generated(composed, [other], 10))))
     assert_alike(one, other)
@@ -285,13 +292,13 @@ def verified(fused: FusedModel, cache: SparseCache, tokens: list[int], together:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("plan", ["dense", QUEST, SKETCH, "streaming_llm:budget=48"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "place"), [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])])
 def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
-    family: str, plan: str, dtype: torch.dtype
+    family: str, place: str, plan: str, dtype: torch.dtype
 ) -> None:
     model = tiny(family, num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
-    one, other, alone = (filled(model, plan, 90) for _ in range(3))
+    one, other, alone = (filled(model, plan, 90, place=place) for _ in range(3))
     for cycle in range(3):
         tokens = [7 + cycle, 30, 11, 52, 4, 18, 25, 40][: 8 - 3 * cycle]
         kept = len(tokens) - cycle
@@ -313,10 +320,12 @@ def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
     head_dim=st.sampled_from([8, 24, 64]), kv_heads=st.integers(1, 3), group=st.integers(1, 9),
     length=st.integers(1, 700), counts=st.lists(st.integers(1, 8), min_size=1, max_size=3), threads=st.integers(1, 3),
     level=st.sampled_from(native.levels() if native.available() else [""]), bf16=st.booleans(),
+    place=st.sampled_from(PLACES),
 )  # fmt: skip
 def test_shapes_of_verifications(
-    head_dim: int, kv_heads: int, group: int, length: int, counts: list[int], threads: int, level: str, bf16: bool
-) -> None:
+    head_dim: int, kv_heads: int, group: int, length: int, counts: list[int], threads: int, level: str, bf16: bool,
+    place: str,
+) -> None:  # fmt: skip
     before, number = native.level(), torch.get_num_threads()
     model = tiny(
         "Qwen3", num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, head_dim=head_dim
@@ -325,7 +334,7 @@ def test_shapes_of_verifications(
     try:
         native.use_level(level)
         torch.set_num_threads(threads)
-        one, other = (filled(model, QUEST, length) for _ in range(2))
+        one, other = (filled(model, QUEST, length, place=place) for _ in range(2))
         for count in counts:
             tokens = [*range(5, 5 + count)]
             assert torch.equal(bits(verified(taken, one, tokens, count)), bits(verified(composed, other, tokens, 1)))
@@ -333,7 +342,7 @@ def test_shapes_of_verifications(
         native.use_level(before)
         torch.set_num_threads(number)
     for own, expected in zip(one.attentions, other.attentions, strict=True):
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(own.stored(0), expected.stored(0), strict=True))
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(own.rows(0), expected.rows(0), strict=True))
 
 
 def test_verified_tokens_whose_keys_are_cut_otherwise_have_the_bits_of_dense_steps() -> None:

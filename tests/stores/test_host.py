@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.page_summary import summarise
+from kvsift.native.coded_rows import decode_rows, encode_rows
 from kvsift.stores.offload import OffloadStore
-from kvsift.stores.packed_values import pack_values, unpack_values
 from kvsift.stores.paged import PagedStore
 from kvsift.stores.reader import RowReader
 from kvsift.stores.split import SplitStore
@@ -105,7 +105,7 @@ def test_packed_values_come_back_as_they_were_packed() -> None:
         OffloadStore(SHAPE, 1, 4, LIKE, ["minmax"], host_values="int8"),
     ]
     keys, values = drawn(30, 0)
-    packed = unpack_values(pack_values(values), torch.float32)
+    packed = decode_rows(encode_rows(values), torch.float32)
     plain = PagedStore(SHAPE, 1, 4, LIKE)
     plain.append(0, keys, packed)
     granules = torch.tensor([[0, 3], [5, 6], [1, 2], [0, 6]])

@@ -108,7 +108,7 @@ class ImposedRows:
             shape = config.num_key_value_heads, self._tokens, dim
             return {name: torch.randn(shape, dtype=self._llm.dtype, device=device) for name in ("keys", "values")}
 
-        fill(cache, numbers, drawn, device, self._llm.chunk_size)
+        fill(cache, numbers, drawn, device, self._llm.dtype, self._llm.chunk_size)
 
     def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
         request = Request(prompt, new, parse_plan(plan), exact=exact)

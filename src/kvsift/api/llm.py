@@ -59,6 +59,8 @@ class LLM(Engine):
             "int4" and "int8", whole numbers of 4 and 8 bits in groups of 32 inputs, or "fp8", 8-bit floats with a scale
             per output, "fp8_head" the head's too. On a CPU int4 and int8 stay so; on a GPU, in 16-bit dtypes, int4, and
             fp8 from Ada and Hopper on. Elsewhere they are expanded.
+        kv_dtype: "int8": keys and values of a model on the CPU are kept in 8 bits, in about half the memory of 16 bits;
+            "auto": in the dtype of the model.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,
@@ -89,6 +91,7 @@ class LLM(Engine):
         device: str = "auto",
         dtype: str = "auto",
         quantize: str | None = None,
+        kv_dtype: str = "auto",
         chunk_size: int | None = None,
         probe_every: int = 16,
         dense_below: int | str = "auto",
@@ -109,6 +112,7 @@ class LLM(Engine):
         device = _cpu(device) if place.name == "host" else device
         directory = ModelDirectory.check(model).quantized(quantize)
         target = choose_device(device)
+        place = _keeping(kv_dtype, place, target.type)
         on_gpu = target.type == "cuda"
         precision = choose_dtype(dtype, target, directory.config)
         plans = ModelPlans(directory.path, target.type, no_guard="" if probe_every else "probe_every=0 checks none")
@@ -353,6 +357,18 @@ class LLM(Engine):
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
         ]
         return Generation(self, self.loop, requests, started, progress, holds)
+
+
+def _keeping(kv_dtype: str, place: Placement, device: str) -> Placement:
+    """The placement with this dtype of keys and values."""
+    if kv_dtype == "auto":
+        return place
+    if device != "cpu" or place.in_host_memory:
+        raise Conflict(
+            f"kv_dtype={kv_dtype} is for keys and values of a model on the CPU, and this one is on {device} with "
+            f"placement={place}. Give device=cpu without a placement, or leave kv_dtype out."
+        )
+    return Placement("host", kv_dtype=kv_dtype)
 
 
 def _cpu(device: str) -> str:

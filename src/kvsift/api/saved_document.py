@@ -24,6 +24,7 @@ from kvsift.api import saved_header
 from kvsift.api.saved_header import CHECKSUM_BYTES, CHECKSUMS, TensorEntry, damaged
 from kvsift.atomic_files import reason, replacement
 from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
+from kvsift.engine.memory import kv_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.errors import OtherModel, UnsupportedPlan, UnwritableFile
@@ -78,7 +79,8 @@ def check_saving(runner: ModelRunner, plan: Plan, num_tokens: int, path: Path) -
     _check_place(runner, "saved")
     check(plan, NOT_SAVED)
     directory, dtype = runner.directory, runner.dtype
-    _check_room(path, directory.kv_bytes_per_token(dtype) * num_tokens + directory.window_bytes(dtype, num_tokens))
+    kv = kv_bytes(directory, dtype, num_tokens, runner.place)
+    _check_room(path, kv + directory.window_bytes(dtype, num_tokens))
 
 
 def save(
@@ -205,7 +207,8 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
 
     def _conditions(self, runner: ModelRunner, plan: Plan) -> Iterator[tuple[bool, str, str, str]]:
         """Yield whether something is the same, how the document was read, what is given now, and what to do."""
-        saved, given, name = {"quantize": None, **self._document}, _identity(runner), runner.directory.name
+        given, name = _identity(runner), runner.directory.name
+        saved = {"quantize": None, "kv_dtype": "auto", **self._document}
         same = {key: saved[key] == value for key, value in given.items()}
         reader = saved["model_name"] if saved["model_name"] != name else f"another model or version named {name}"
         yield same["model"], f"by {reader}", f"this LLM is {name}", "Open it with the model that read it"
@@ -220,6 +223,10 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         yield (
             same["quantize"], f"with quantize={saved['quantize']}", f"this LLM has quantize={given['quantize']}",
             f"Give quantize={saved['quantize']}",
+        )  # fmt: skip
+        yield (
+            same["kv_dtype"], f"with kv_dtype={saved['kv_dtype']}", f"this LLM has kv_dtype={given['kv_dtype']}",
+            f"Give kv_dtype={saved['kv_dtype']}",
         )  # fmt: skip
         yield (
             same["chunk_size"], f"in chunks of {saved['chunk_size']} tokens",
@@ -252,8 +259,8 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
             try:
                 fill(
                     cache, self._document["layers"],
-                    lambda index: {name: tensor.result() for name, tensor in checked[index].items()}, runner.device,
-                    runner.chunk_size,
+                    lambda index: {name: tensor.result() for name, tensor in checked[index].items()},
+                    runner.device, runner.dtype, runner.chunk_size,
                 )  # fmt: skip
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -273,6 +280,7 @@ def _identity(runner: ModelRunner) -> dict[str, Any]:
         "tokenizer": tokenizer_fingerprint(runner.directory.path),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantize": runner.directory.quantize,
+        "kv_dtype": dict(runner.place.knobs).get("kv_dtype", "auto"),
         "chunk_size": runner.chunk_size,
     }
 

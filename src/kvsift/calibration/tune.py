@@ -166,7 +166,7 @@ class Repeated:
             repeats = -(-self._num_tokens // own)
             return {name: each.repeat(1, repeats, 1)[:, : self._num_tokens] for name, each in named.items()}
 
-        fill(cache, numbers, read, runner.device, runner.chunk_size)
+        fill(cache, numbers, read, runner.device, runner.dtype, runner.chunk_size)
 
 
 Progress = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much where that is known

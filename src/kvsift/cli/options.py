@@ -41,6 +41,13 @@ QuantizeOption = Annotated[
         "fp8_head there the head too.",
     ),
 ]
+KVDtypeOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        help="int8: keep keys and values in 8 bits, in about half the memory of 16 bits, on a CPU; auto: in --dtype.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse plan skipped nothing.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
@@ -118,6 +125,7 @@ class DeviceOptions:
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
     quantize: QuantizeOption = None
+    kv_dtype: KVDtypeOption = "auto"
     chunk_size: ChunkOption = None
 
     def keywords(self) -> dict[str, Any]:

@@ -43,12 +43,13 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def predict_bytes(
-    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int
-) -> int:
+    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
+    place: Placement = DEVICE,
+) -> int:  # fmt: skip
     """Return the peak memory of a run over ``num_tokens``: weights, KV, summaries, activations of one chunk."""
     config = directory.config
     weights = directory.weight_bytes(device, dtype)
-    kv, windows = directory.kv_bytes_per_token(dtype) * num_tokens, directory.window_bytes(dtype, num_tokens)
+    kv, windows = kv_bytes(directory, dtype, num_tokens, place), directory.window_bytes(dtype, num_tokens)
     width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
@@ -71,18 +72,20 @@ def require_memory(
     on_device = min(num_tokens, chunk_size) if on_host else num_stored
     if on_host:
         on_device += place.store.device_tokens(num_tokens, SUMMARY_SHARE, **dict(place.knobs))
-    need, free = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
+    there = DEVICE if on_host else place
+    need, free = predict_bytes(directory, device, dtype, on_device, chunk_size, there), available_bytes(device)
     if on_host:
         require_host_memory(directory, dtype, num_tokens, place)
     if free is None or need <= free:
         return
-    kv = directory.kv_bytes_per_token(dtype) * num_stored + directory.window_bytes(dtype, num_tokens)
+    kv = kv_bytes(directory, dtype, num_stored, there) + directory.window_bytes(dtype, num_tokens)
+    kv_dtype = dict(place.knobs).get("kv_dtype", str(dtype).removeprefix("torch."))
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:
         weights, where = directory.weight_bytes(device, dtype), "in memory"
     raise NotEnoughMemory(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({weights / GIB:.1f} GiB of weights "
-        f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
+        f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {kv_dtype}), and "
         f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
         + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")
@@ -91,7 +94,7 @@ def require_memory(
 
 def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> None:
     """Refuse keys and values that do not fit in host memory (``InputError``)."""
-    need, free = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
+    need, free = kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
     if free is not None and need > free:
         is_packed = place.knob("host_values") == "int8"
         packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
@@ -114,8 +117,8 @@ def stored_tokens(plan: Plan, layers: Sequence[int], num_tokens: int, chunk_size
     return (dense * num_tokens + (num_layers - dense) * sparse_tokens) // num_layers
 
 
-def host_kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:
-    """Return the size of keys and values of ``num_tokens`` in host memory."""
+def kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:
+    """Return the size of keys and values of ``num_tokens`` in the layers that keep every token, where they are kept."""
     knobs = dict(place.knobs)
     sizes = (
         layer.num_kv_heads * place.store.bytes_per_token(layer.head_dim, dtype, **knobs)

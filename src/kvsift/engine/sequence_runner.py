@@ -15,7 +15,7 @@ from torch import Tensor
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.sequence_groups import Group, SequenceGroup
 from kvsift.engine.graphs.session import STEADY_SLOTS
-from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
+from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, kv_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.schedule import OPEN_SEQUENCES
@@ -374,7 +374,7 @@ class SequenceRunner:
         free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
+        page_bytes = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place) * (1 + SUMMARY_SHARE)
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
         return int(FREE_SHARE * free / max(page_bytes, present, 1))
 

@@ -23,6 +23,7 @@ from kvsift.stores.base import Store
 from kvsift.stores.evicting import EvictingStore
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
+from kvsift.stores.reader import RowReader
 from kvsift.types import Chunk, LayerShape
 
 DEFAULT_PAGE_SIZE = 16
@@ -75,6 +76,9 @@ class LayerCache:
         """Store and observe new tokens; the position of the first of them."""
         start = self.store.lengths[row]
         self.store.append(row, keys, values)
+        if self.store.rounds and self._states.observes(PHASES):
+            reader = self.store.reader(row)
+            keys, values = reader.keys(start), reader.values(start)
         self._states.observe(row, queries, keys, values, start)
         return start
 
@@ -84,14 +88,21 @@ class LayerCache:
         Raises:
             InputError: if some were evicted.
         """
+        reader = self._whole(row)
+        return reader.keys(), reader.values()
+
+    def rows(self, row: int) -> tuple[Tensor, Tensor]:
+        """As ``stored``, in the form in which they are stored, for ``restore``."""
+        return self._whole(row).rows()
+
+    def _whole(self, row: int) -> RowReader:
         self._wait()
         if self.store.num_stored(row) < self.store.lengths[row]:
             raise EvictedTokens(
                 f"layer {self.shape.layer} has dropped tokens for good (evict=true), so not all of its keys and values "
                 "can be read. Leave evict=true out to keep them."
             )
-        reader = self.store.reader(row)
-        return reader.keys(), reader.values()
+        return self.store.reader(row)
 
     @property
     def watches(self) -> bool:
@@ -129,7 +140,7 @@ class LayerCache:
         return {kind: reader.summary(kind, slice(0, num_pages)) for kind in self.store.kinds}
 
     def restore(self, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor], chunk_size: int) -> None:
-        """Begin the only sequence with tokens that were ``stored`` elsewhere and the summaries of its pages; methods
+        """Begin the only sequence with ``rows`` of another cache and the summaries of its pages; methods
         observe them in chunks, as if they were read."""
         self.store.restore(0, keys, values, summaries)
         self._observe_stored(chunk_size)

@@ -192,7 +192,7 @@ class NativeSequence:
         self._sparse = _sparse(cache, dtype)
         self._moves = -1
         self._of_step: tuple[Tensor, ...] = ()  # whose addresses the core has
-        self.core = core.DecodeSequence(self._stores[0].page_size)
+        self.core = core.DecodeSequence(self._stores[0].page_size, self.pools[0].coded_keys)
         self._sketch = next((kind for kind in self._stores[0].kinds if kind in SKETCHES), "")
         if layout := _layout(cache):
             self.core.keep_sketches(core.SketchFormat(*layout.numbers))

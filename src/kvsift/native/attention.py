@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.loader import AVAILABLE, core, num_threads
-from kvsift.native.shapes import ROW_DTYPES, HeadRows, address_of, check_attended, shape_of
+from kvsift.native.shapes import ROW_DTYPES, ROW_TYPES, HeadRows, address_of, check_attended, shape_of
 from kvsift.types import Part
 
 SHARE_TOKENS = 16  # of a page of shares
@@ -46,7 +46,7 @@ def attend_dense(
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     core.attend_dense(
         shape_of(queries, keys), num_tokens, q.data_ptr(), *address_of(keys), *address_of(values),
-        keys.dtype == torch.bfloat16, scale, 0.0 if softcap is None else _cap(softcap),
+        ROW_TYPES[keys.dtype], scale, 0.0 if softcap is None else _cap(softcap),
         queries.dtype == torch.bfloat16, num_threads(threads),
         output.data_ptr(), lse.data_ptr(), 0 if shares is None else shares.data_ptr(),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def attend_units(
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     core.attend_units(
         shape_of(q, keys), q.data_ptr(), *address_of(keys), *address_of(values),
-        keys.dtype == torch.bfloat16, ids.data_ptr(), ids.shape[0], ids.shape[1], unit_size,
+        ROW_TYPES[keys.dtype], ids.data_ptr(), ids.shape[0], ids.shape[1], unit_size,
         list(spans), scale, 0.0 if softcap is None else _cap(softcap), queries.dtype == torch.bfloat16,
         num_threads(threads), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
     ROW_DTYPES,
+    ROW_TYPES,
     HeadRows,
     address_of,
     check_finite,
@@ -31,7 +32,7 @@ def page_scores(queries: Tensor, rows: HeadRows, scale: float, *, threads: int |
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], rows.shape[1])
     core.page_scores(
-        shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
+        shape_of(q, rows), q.data_ptr(), *address_of(rows), ROW_TYPES[rows.dtype], scale,
         num_threads(threads), scores.data_ptr(),
     )  # fmt: skip
     return scores
@@ -55,7 +56,7 @@ def choose_pages(
     if chosen.numel() == 0:
         return chosen
     core.choose_pages(
-        shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
+        shape_of(q, rows), q.data_ptr(), *address_of(rows), ROW_TYPES[rows.dtype], scale,
         chosen.shape[1], num_selections, num_threads(threads), chosen.data_ptr(),
     )  # fmt: skip
     return chosen

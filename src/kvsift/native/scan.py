@@ -10,7 +10,16 @@ from torch import Tensor
 from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.codes import Codes
 from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import HeadRows, address_of, check_finite, check_queries, check_rows, shape_of
+from kvsift.native.shapes import (
+    ROW_TYPES,
+    HeadRows,
+    address_of,
+    check_finite,
+    check_queries,
+    check_rows,
+    row_width,
+    shape_of,
+)
 
 
 def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
@@ -23,7 +32,7 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
     q, ids, scores = _prepared(queries, keys, k)
     if k > 0:
         core.scan(
-            shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, k,
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype], k,
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip
     return ids, scores
@@ -31,12 +40,12 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
 
 def all_scores(queries: Tensor, keys: HeadRows, *, threads: int | None = None) -> Tensor:
     """The scores q.k of all keys, float32 [num_query_heads, n]; arguments as for ``scan``, of any numbers."""
-    check_rows("keys", keys)
-    check_queries(queries, keys.shape[0], keys.shape[2])
+    check_rows("keys", keys, coded=True)
+    check_queries(queries, keys.shape[0], row_width(keys))
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], keys.shape[1])
     core.all_scores(
-        shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, num_threads(threads),
+        shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype], num_threads(threads),
         scores.data_ptr(),
     )  # fmt: skip
     return scores
@@ -59,7 +68,7 @@ def scan_codes(
         raise InvalidValue(f"overfetch={overfetch} must be at least 1.")
     if k > 0:
         core.scan_codes(
-            shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16,
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), ROW_TYPES[keys.dtype],
             codes.blocks.data_ptr(), codes.blocks.stride(0), codes.scale.data_ptr(), k, math.ceil(overfetch * k),
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip

@@ -14,6 +14,8 @@ from kvsift.native.loader import AVAILABLE, core
 
 LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
+ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # the core's RowType
+SCALE_BYTES = 4  # of a coded row (``coded_rows``), behind its codes
 NOT_FINITE = "queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them."
 
 
@@ -47,7 +49,12 @@ class PooledRows(NamedTuple):
         return self.pool[:, torch.cat(slots)[self.start : self.start + self.length]] if slots else self.pool[:, :0]
 
 
-HeadRows = Tensor | PooledRows  # [num_kv_heads, length, width], anywhere on the host
+HeadRows = Tensor | PooledRows  # [num_kv_heads, length, width], anywhere on the host; int8: coded keys or values
+
+
+def row_width(rows: HeadRows) -> int:
+    """Numbers of a row."""
+    return rows.shape[2] - (SCALE_BYTES if rows.dtype == torch.int8 else 0)
 
 
 def pool_of(rows: HeadRows) -> Tensor:
@@ -69,8 +76,8 @@ def supports(queries: Tensor, rows: HeadRows) -> bool:
         AVAILABLE
         and queries.is_cpu
         and pool.is_cpu
-        and queries.dtype == dtype
-        and dtype in ROW_DTYPES
+        and queries.dtype in ROW_DTYPES
+        and dtype in (queries.dtype, torch.int8)
         and head_dim % 8 == 0
         and head_dim <= LARGEST_HEAD_DIM
         and pool.shape[0] > 0
@@ -78,14 +85,16 @@ def supports(queries: Tensor, rows: HeadRows) -> bool:
     )
 
 
-def check_rows(name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8) -> None:
-    """Raise InputError unless the core can read rows [num_kv_heads, n, width]; ``shape_of`` checks their runs."""
-    rows = pool_of(rows)
+def check_rows(
+    name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8, coded: bool = False
+) -> None:
+    """Raise InputError unless the core can read rows [num_kv_heads, n, width]; ``coded``: coded ones too. ``shape_of``
+    checks their runs."""
+    width, rows = row_width(rows), pool_of(rows)
     if rows.dim() != 3 or rows.shape[0] == 0:
         raise InvalidTensor(f"{name} have shape {list(rows.shape)}; they must be [num_kv_heads, n, head_dim].")
-    if rows.device.type != "cpu" or rows.dtype not in ROW_DTYPES:
+    if rows.device.type != "cpu" or rows.dtype not in (*ROW_DTYPES, *([torch.int8] if coded else [])):
         raise InvalidTensor(f"{name} are {rows.dtype} on {rows.device}; they must be bfloat16 or float32 on the CPU.")
-    width = rows.shape[2]
     if width % multiple or not 0 < width <= largest:
         raise InvalidTensor(f"{name} are {width} wide; that must be a multiple of {multiple}, at most {largest}.")
     if rows.numel() and not is_row_major(rows):
@@ -117,14 +126,14 @@ def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:
     if not (
         supports(queries, keys)
         and (queries.dim() == 2 or (queries.dim() == 3 and queries.shape[1] > 0))
-        and queries.shape[-1] == keys.shape[2]
+        and queries.shape[-1] == keys.shape[2] - (SCALE_BYTES if keys.dtype == torch.int8 else 0)
         and queries.shape[0] > 0
         and queries.shape[0] % keys.shape[0] == 0
         and _lie_alike(keys, values)
     ):  # something is wrong, or allowed and rare, such as queries of another dtype
         check_pair(keys, values)
         token = queries[:, 0] if queries.dim() == 3 and queries.shape[1] else queries
-        check_queries(token, keys.shape[0], keys.shape[2])
+        check_queries(token, keys.shape[0], row_width(keys))
 
 
 def _lie_alike(keys: HeadRows, values: HeadRows) -> bool:
@@ -141,8 +150,8 @@ def _lie_alike(keys: HeadRows, values: HeadRows) -> bool:
 
 def check_pair(keys: HeadRows, values: HeadRows) -> None:
     """Raise InputError unless there is one value for each key, of the same width and dtype, at the same slots."""
-    check_rows("keys", keys)
-    check_rows("values", values)
+    check_rows("keys", keys, coded=True)
+    check_rows("values", values, coded=True)
     if keys.shape != values.shape or keys.dtype != values.dtype:
         raise InvalidTensor(
             f"keys are {list(keys.shape)} {keys.dtype} and values {list(values.shape)} {values.dtype}; "
@@ -159,6 +168,7 @@ def shape_of(queries: Tensor, rows: HeadRows) -> Any:
     """The core's Shape for queries [num_query_heads, _] and rows [num_kv_heads, n, width]; raises InputError for runs
     that are not in the pool or hold too few rows."""
     num_kv_heads, length, width = rows.shape
+    width -= SCALE_BYTES if rows.dtype == torch.int8 else 0
     if not isinstance(rows, PooledRows):
         return core.Shape(queries.shape[0], num_kv_heads, width, length)
     return check_runs(rows, lambda *runs: core.Shape(queries.shape[0], num_kv_heads, width, length, *runs))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsift.native.coded_rows import decode_rows_reference
 from kvsift.native.codes import Codes
 from kvsift.native.shapes import HeadRows, PooledRows
 
@@ -64,7 +65,7 @@ def _attend(
     logits = logits + visible.float().log()  # -inf where it does not count
     lse = logits.logsumexp(-1) if keys.shape[1] else logits.new_full((queries.shape[0],), -torch.inf)
     weights = (logits - lse.unsqueeze(-1)).exp().masked_fill(visible == 0, 0.0)
-    output = weights.unflatten(0, (keys.shape[0], -1)) @ _tensor(values).float()  # [num_kv_heads, group_size, head_dim]
+    output = weights.unflatten(0, (keys.shape[0], -1)) @ _numbers(values)  # [num_kv_heads, group_size, head_dim]
     return output.flatten(0, 1).to(queries.dtype), lse
 
 
@@ -123,11 +124,13 @@ def scan_codes(queries: Tensor, codes: Codes, keys: HeadRows, k: int, overfetch:
 
 def _products(queries: Tensor, keys: HeadRows) -> Tensor:
     """q.k, float32 [num_query_heads, n]."""
-    return (queries.float().unflatten(0, (keys.shape[0], -1)) @ _tensor(keys).float().mT).flatten(0, 1)
+    return (queries.float().unflatten(0, (keys.shape[0], -1)) @ _numbers(keys, turned=True).mT).flatten(0, 1)
 
 
-def _tensor(rows: HeadRows) -> Tensor:
-    return rows.gather() if isinstance(rows, PooledRows) else rows
+def _numbers(rows: HeadRows, turned: bool = False) -> Tensor:
+    """float32 [num_kv_heads, n, width]; ``turned``: coded ones are keys."""
+    tensor = rows.gather() if isinstance(rows, PooledRows) else rows
+    return decode_rows_reference(tensor, torch.float32, turned=turned) if tensor.dtype == torch.int8 else tensor.float()
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,7 @@ class Store(ABC):
         token_bytes: of keys and values of one token.
         table: pages of the sequences; None where every sequence has pages of its own.
         kinds: of page summaries that are maintained and can be read.
+        rounds: keys are read otherwise than they were appended.
     """
 
     in_host_memory: ClassVar[bool] = False  # whatever the device of the model
@@ -113,6 +114,7 @@ class Store(ABC):
     token_bytes: int
     table: PageTable | None = None
     kinds: tuple[str, ...] = ()
+    rounds: bool = False
 
     @classmethod  # noqa: B027 (no knobs by default)
     def check_knobs(cls, **knobs: Any) -> None:
@@ -153,8 +155,8 @@ class Store(ABC):
         """Store new tokens of a sequence, [num_kv_heads, num_new, head_dim], and summarise the pages they touch."""
 
     def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
-        """As ``append`` to an empty sequence, with summaries of its pages, [num_kv_heads, num_pages, width], which need
-        not be computed again."""
+        """As ``append`` to an empty sequence, of ``RowReader.rows`` of a store like this one, with summaries of its
+        pages, [num_kv_heads, num_pages, width], which need not be computed again."""
         self.append(row, keys, values)
 
     @abstractmethod

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.page_summary import row_format, summarise
+from kvsift.native.coded_rows import coded_width, decode_rows, encode_rows
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
@@ -29,13 +30,14 @@ class LayerPool:
     Args:
         shape: the layer.
         page_size: tokens per page.
-        like: a tensor with the device and dtype of the keys.
+        like: a tensor with the device of the keys, and the dtype in which they come.
         pages: which pages there are.
-        value_width, value_dtype: of the row that holds the value of a token; those of a key by default.
+        coded_keys, coded_values: keep codes of 8 bits (``native.coded_rows``) instead.
         pinned: use page-locked host memory, which this device reads and writes on its own.
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
+        head_dim, dtype: of keys and values as they come and are read.
         token_bytes: of keys and values of one token.
         on_host: whether keys and values are in memory that the compiled core reads.
         summaries: kind -> [num_kv_heads, num_pages, width].
@@ -44,15 +46,21 @@ class LayerPool:
     """
 
     def __init__(
-        self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, value_width: int | None = None,
-        value_dtype: torch.dtype | None = None, pinned: torch.device | None = None,
+        self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, *, coded_keys: bool = False,
+        coded_values: bool = False, pinned: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
+        self.head_dim, self.dtype = shape.head_dim, like.dtype
+        self.coded_keys, self.coded_values = coded_keys, coded_values
         self._pinned = pinned
         self.moves = 0
-        self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
-        width = shape.head_dim if value_width is None else value_width
-        self.values = self.keys.new_empty(shape.num_kv_heads, 0, page_size, width, dtype=value_dtype or like.dtype)
+        self.keys, self.values = (
+            like.new_empty(
+                shape.num_kv_heads, 0, page_size, coded_width(shape.head_dim) if coded else shape.head_dim,
+                dtype=torch.int8 if coded else like.dtype,
+            )
+            for coded in (coded_keys, coded_values)
+        )  # fmt: skip
         self.token_bytes = sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
         self.on_host = self.keys.is_cpu
         self.summaries: dict[str, Tensor] = {}
@@ -90,8 +98,9 @@ class LayerPool:
             self._users[user] = tuple(kinds)
             for kind in self._users[user]:
                 if kind not in self.summaries:
-                    width, dtype = row_format(kind, self.keys.shape[3], self.page_size)
-                    self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width, dtype=dtype, device=device)
+                    width, dtype = row_format(kind, self.head_dim, self.page_size)
+                    sizes = *self.keys.shape[:2], width
+                    self.summaries[kind] = self.keys.new_empty(sizes, dtype=dtype or self.dtype, device=device)
                     self.moves += 1
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
@@ -109,9 +118,25 @@ class LayerPool:
         for start, stop in runs:
             for first in range(start, stop, NOISE_PAGES):
                 pages = slice(first, min(first + NOISE_PAGES, stop))
-                keys, values = self.keys[:, pages].normal_(), self.values[:, pages].normal_()
+                sizes = len(self.keys), pages.stop - first, self.page_size, self.head_dim
+                keys, values = (torch.randn(sizes, dtype=self.dtype, device=self.keys.device) for _ in range(2))
+                self.keys[:, pages], self.values[:, pages] = self.rows_of(keys, values)
                 for kind, rows in self.summaries.items():
                     rows[:, pages] = summarise(kind, keys, None, values)
+
+    def rows_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, [..., head_dim], as they are stored."""
+        if self.coded_keys and keys.dtype != torch.int8:  # else they were read as they are stored
+            keys = encode_rows(keys, turned=True)
+        return keys, encode_rows(values) if self.coded_values and values.dtype != torch.int8 else values
+
+    def keys_of(self, rows: Tensor) -> Tensor:
+        """Stored keys, [..., width], as they are read: [..., head_dim]."""
+        return decode_rows(rows, self.dtype, turned=True) if self.coded_keys else rows
+
+    def values_of(self, rows: Tensor) -> Tensor:
+        """As ``keys_of``."""
+        return decode_rows(rows, self.dtype) if self.coded_values else rows
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page with its summaries."""

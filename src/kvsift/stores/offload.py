@@ -20,7 +20,8 @@ from kvsift.stores.device_cache import DeviceCache
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
 from kvsift.stores.parts import attend_sparse
-from kvsift.stores.split import STREAMED_TOKENS, HostReader, HostValues, SplitStore
+from kvsift.stores.reader import RowReader
+from kvsift.stores.split import STREAMED_TOKENS, HostValues, SplitStore
 from kvsift.stores.transfers import FEW_TOKENS, mapped
 from kvsift.types import LayerShape, Part, Selection
 
@@ -193,7 +194,7 @@ class OffloadStore(SplitStore):
         return super().num_device_bytes + summaries + self.cache.num_bytes
 
 
-class OffloadReader(HostReader):
+class OffloadReader(RowReader):
     """A sequence on the device: summaries, sinks and window are there, the rest is copied when it is read."""
 
     def __init__(self, store: OffloadStore, row: int) -> None:
@@ -215,7 +216,7 @@ class OffloadReader(HostReader):
         resident = self._resident(start, stop)
         if resident is not None:
             return resident[1]
-        return self.unpacked(self._store.copied(self.stored_values(start, stop)))
+        return self._pool.values_of(self._store.copied(self.stored_values(start, stop)))
 
     def keys_of(self, pages: Tensor) -> Tensor:
         """[num_heads, count * page_size, head_dim], not cached: they are read to select."""
@@ -225,7 +226,7 @@ class OffloadReader(HostReader):
         """As ``RowReader.gather``, through the cache."""
         physical = self.physical(granules.cpu().clamp_min(0), self.page_size // granule_size)
         keys, values = self._store.gather_cached(physical, granule_size)
-        return keys, self.unpacked(values)
+        return keys, self._pool.values_of(values)
 
     def _resident(self, start: int, stop: int | None) -> tuple[Tensor, Tensor] | None:
         return self._store.resident(self._row, start, self.length if stop is None else stop)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvsift.errors import UnsupportedDevice
+from kvsift.errors import UnsupportedDevice, unknown
 from kvsift.kernels.page_summary import summarise
+from kvsift.native.coded_rows import coded_width
 from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
 from kvsift.stores.page_pool import PagePool
@@ -18,6 +19,8 @@ from kvsift.stores.parts import attend_dense, attend_sparse
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part
 
+KVDtype = Literal["auto", "int8"]
+KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
 SUMMARISED_TOKENS = 32768  # at once; bounds temporary memory
 
 
@@ -170,7 +173,7 @@ class PagedStore(Store):
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
         """As ``Store.repage``; the tokens are copied if the page size changes."""
         if page_size != self.page_size:
-            rows = [(reader.keys(), reader.values()) for reader in map(self.reader, range(self.num_rows))]
+            rows = [reader.rows() for reader in map(self.reader, range(self.num_rows))]
             self.page_size, self.lengths = page_size, [0] * self.num_rows
             self._use(self.table.successor(self._steps, page_size))
             for row, tokens in enumerate(rows):
@@ -223,6 +226,8 @@ class PagedStore(Store):
         return other
 
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        if self.pool.coded_values:
+            keys, values = self.pool.rows_of(keys, values)
         self.pool.keys.flatten(1, 2)[:, slots] = keys
         self.pool.values.flatten(1, 2)[:, slots] = values
 
@@ -233,7 +238,8 @@ class PagedStore(Store):
         """Keys and values of pages of a sequence, [num_kv_heads, stop - first, page_size, head_dim], where they are to
         be summarised."""
         pages = self._reader(row).pages(first, stop)
-        return self.pool.keys[:, pages], self.pool.values[:, pages]
+        keys, values = self.pool.keys[:, pages], self.pool.values[:, pages]
+        return (self.pool.keys_of(keys), self.pool.values_of(values)) if self.pool.coded_values else (keys, values)
 
     @torch.inference_mode()
     def _own_partial_page(self, row: int) -> None:
@@ -284,12 +290,43 @@ def note_tokens(stores: Sequence[PagedStore], length: int) -> None:
 
 
 class HostStore(PagedStore):
-    """As ``PagedStore``; refuses a model on another device."""
+    """As ``PagedStore``; refuses a model on another device.
 
-    def __init__(self, shape: Any, num_rows: int, page_size: int, like: Any, *args: Any, **kwargs: Any) -> None:
+    Args:
+        kv_dtype: "auto" keeps keys and values as they come, "int8" in 8 bits (``native.coded_rows``): what is selected
+            and attended is what is stored. The other arguments are those of ``PagedStore``.
+    """
+
+    objections = (
+        *PagedStore.objections,
+        (lambda case: case.place.knob("kv_dtype") != "auto"
+         and next((rule for rule in case.plan.rules if rule.evicts), None),
+         "{found} frees what it drops, and keys and values are kept in 8 bits with kv_dtype=int8. Leave out evict, or "
+         "kv_dtype."),
+    )  # fmt: skip
+
+    def __init__(
+        self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
+        reserve: int = 0, table: PageTable | None = None, *, kv_dtype: KVDtype = "auto",
+    ) -> None:  # fmt: skip
         if like.device.type != "cpu":
             raise UnsupportedDevice(
                 f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
                 "placement=split or placement=offload."
             )
-        super().__init__(shape, num_rows, page_size, like, *args, **kwargs)
+        self.kv_dtype, self.rounds = kv_dtype, kv_dtype == "int8"
+        super().__init__(shape, num_rows, page_size, like, summaries, reserve, table)
+
+    @classmethod
+    def check_knobs(cls, *, kv_dtype: str = "auto", **knobs: Any) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise unknown("kv_dtype", str(kv_dtype), KV_DTYPES)
+
+    @classmethod
+    def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto", **knobs: Any) -> int:
+        return 2 * (coded_width(head_dim) if kv_dtype == "int8" else head_dim * dtype.itemsize)
+
+    def _new_pool(self, pages: PagePool) -> LayerPool:
+        return LayerPool(
+            self.shape, self.page_size, self._like, pages, coded_keys=self.rounds, coded_values=self.rounds
+        )

@@ -41,7 +41,7 @@ class RowReader:
     @property
     def in_place(self) -> bool:
         """Whether keys and values can be read where they are stored, on the host."""
-        return self._pool.on_host
+        return self._pool.on_host and self._pool.keys.dtype == self._pool.values.dtype
 
     def keys_in_place(self, stop: int | None = None, start: int = 0) -> HeadRows:
         """As ``keys(start, stop)``, without a copy, for the compiled core."""
@@ -70,11 +70,19 @@ class RowReader:
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
-        return self._pool.keys.flatten(1, 2)[:, self.slots(start, stop)]
+        return self._pool.keys_of(self._pool.keys.flatten(1, 2)[:, self.slots(start, stop)])
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._pool.values_of(self.stored_values(start, stop))
+
+    def stored_values(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """As ``values``, in the form in which they are stored, [num_kv_heads, stop - start, width]."""
         return self._pool.values.flatten(1, 2)[:, self.slots(start, stop)]
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens in the form in which they are stored, each [num_kv_heads, length, width]."""
+        return self._pool.keys.flatten(1, 2)[:, self.slots(0, None)], self.stored_values()
 
     def consecutive(self, stop: int) -> list[tuple[int, int]]:
         """Positions 0 to stop, cut where one page is not behind the other in the pool; never cut in a steady one."""
@@ -117,7 +125,8 @@ class RowReader:
 
     def keys_of(self, pages: Tensor) -> Tensor:
         """Keys of complete pages chosen per head, [num_heads, count]: [num_heads, count * page_size, head_dim]"""
-        return self._gathered(self._pool.keys, self._granule_rows(pages, self.page_size), self.page_size)
+        rows = self._gathered(self._pool.keys, self._granule_rows(pages, self.page_size), self.page_size)
+        return self._pool.keys_of(rows)
 
     def paged(self) -> Rows:
         """The pools, and the sequence's pages in them."""
@@ -133,8 +142,9 @@ class RowReader:
         return self.keys(start, stop)
 
     def borrow_in_place(self, start: int, stop: int) -> HeadRows:
-        """As ``borrow``, without a copy where the compiled core reads them."""
-        return self.keys_in_place(stop, start) if self.in_place else self.keys(start, stop)
+        """As ``borrow``, without a copy where they are in host memory as they came."""
+        in_place = self.in_place and not self._pool.coded_keys
+        return self.keys_in_place(stop, start) if in_place else self.keys(start, stop)
 
     def count_bytes(self, num_bytes: int) -> None:
         """No-op; ``layer.selection.CountingReader`` counts."""
@@ -152,7 +162,7 @@ class RowReader:
         """
         index = self._granule_rows(granules.clamp_min(0), granule_size)
         keys, values = (self._gathered(pool, index, granule_size) for pool in (self._pool.keys, self._pool.values))
-        return keys, values
+        return self._pool.keys_of(keys), self._pool.values_of(values)
 
     def physical(self, granules: Tensor, per_page: int) -> Tensor:
         """Where logical granules are in the pools, ``per_page`` of them in a page."""

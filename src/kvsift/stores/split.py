@@ -12,10 +12,10 @@ from torch.profiler import record_function
 from kvsift.errors import unknown
 from kvsift.kernels.attention import attention
 from kvsift.kernels.merge import merge
+from kvsift.native.coded_rows import coded_width
 from kvsift.stores.background import submit
 from kvsift.stores.base import Attended, Segment, Select, Transfers, View
 from kvsift.stores.kv_pool import LayerPool
-from kvsift.stores.packed_values import pack_values, packed_width, unpack_values
 from kvsift.stores.page_pool import PagePool
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import SUMMARISED_TOKENS, PagedStore
@@ -47,36 +47,6 @@ class FreshTokens(NamedTuple):
     values: Tensor
 
 
-class HostReader(RowReader):
-    """A sequence in host memory; packed values are unpacked as far as they are read."""
-
-    @property
-    def is_packed(self) -> bool:
-        return self._pool.values.dtype == torch.int8
-
-    @property
-    def in_place(self) -> bool:
-        """Whether keys and values can be read where they are stored."""
-        return not self.is_packed and super().in_place
-
-    def values(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """[num_kv_heads, stop - start, head_dim]; everything by default."""
-        return self.unpacked(self.stored_values(start, stop))
-
-    def stored_values(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """As ``values``, in the form in which they are stored."""
-        return super().values(start, stop)
-
-    def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
-        """As ``RowReader.gather``."""
-        keys, values = super().gather(granules, granule_size)
-        return keys, self.unpacked(values)
-
-    def unpacked(self, values: Tensor) -> Tensor:
-        """Values in the dtype of the keys."""
-        return unpack_values(values, self._pool.keys.dtype) if self.is_packed else values
-
-
 class SplitStore(PagedStore):
     """Keys, values and page summaries of one layer in host memory.
 
@@ -86,7 +56,7 @@ class SplitStore(PagedStore):
 
     Args:
         like: a tensor with the dtype of the keys, on the device of the model.
-        host_values: "model" keeps values as they come, "int8" packs them (``packed_values``); what is on the device
+        host_values: "model" keeps values as they come, "int8" packs them (``native.coded_rows``); what is on the device
             is as it came until it is copied again. The other arguments are those of ``PagedStore``.
     """
 
@@ -127,7 +97,7 @@ class SplitStore(PagedStore):
     def bytes_per_token(
         cls, head_dim: int, dtype: torch.dtype, *, host_values: HostValues = "model", **knobs: Any
     ) -> int:
-        value = packed_width(head_dim) if host_values == "int8" else head_dim * dtype.itemsize
+        value = coded_width(head_dim) if host_values == "int8" else head_dim * dtype.itemsize
         return head_dim * dtype.itemsize + value
 
     @classmethod
@@ -136,10 +106,8 @@ class SplitStore(PagedStore):
 
     def _new_pool(self, pages: PagePool) -> LayerPool:
         pinned = self.device if self.device.type == "cuda" else None
-        if self.host_values == "model":
-            return LayerPool(self.shape, self.page_size, self._like, pages, pinned=pinned)
-        width = packed_width(self.shape.head_dim)
-        return LayerPool(self.shape, self.page_size, self._like, pages, width, torch.int8, pinned)
+        coded = self.host_values == "int8"
+        return LayerPool(self.shape, self.page_size, self._like, pages, coded_values=coded, pinned=pinned)
 
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         start = self.lengths[row]
@@ -148,7 +116,7 @@ class SplitStore(PagedStore):
         self._resident.append(row, start, keys, values)
 
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-        rows = (keys, pack_values(values) if self.host_values == "int8" else values)
+        rows = self.pool.rows_of(keys, values)
         if keys.is_cuda:
             pools = [self.pool.keys.flatten(1, 2), self.pool.values.flatten(1, 2)]
             self._transfers.send(pools, slots, rows)
@@ -168,10 +136,6 @@ class SplitStore(PagedStore):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         self._stale[row] = min(first_page, self._stale.get(row, first_page))
 
-    def _pages(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        keys, values = super()._pages(row, first, stop)
-        return keys, values if self.host_values == "model" else unpack_values(values, keys.dtype)
-
     @torch.inference_mode()
     def _settle(self) -> None:
         """Complete transfers, and the summaries of what they brought."""
@@ -180,12 +144,9 @@ class SplitStore(PagedStore):
         for row, first_page in stale.items():
             super()._summarise(row, first_page, self.kinds)
 
-    def reader(self, row: int) -> HostReader:
+    def reader(self, row: int) -> RowReader:
         self._settle()
         return self._reader(row)
-
-    def _reader(self, row: int) -> HostReader:
-        return HostReader(self.pool, self.table, row, self.lengths[row], self.summarise_open_page)
 
     def near(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions start to stop on the device, [num_kv_heads, stop - start, head_dim]: sinks if
@@ -217,7 +178,7 @@ class SplitStore(PagedStore):
         else:
             yield from self._copied(reader, spans)
 
-    def _copied(self, reader: HostReader, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _copied(self, reader: RowReader, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of spans, copied on a stream of their own into two buffers in turn."""
         pools, width = (self.pool.keys, self.pool.values), max((stop - start for start, stop in spans), default=0)
         buffers = [
@@ -233,7 +194,7 @@ class SplitStore(PagedStore):
                     for head, rows in zip(target, read(start, stop)):  # head by head, as in ``HostTransfers``
                         head[:count].copy_(rows, non_blocking=True)
             torch.cuda.current_stream(self.device).wait_stream(copying)
-            yield buffer[0][:, :count], reader.unpacked(buffer[1][:, :count])
+            yield buffer[0][:, :count], self.pool.values_of(buffer[1][:, :count])
             used[number % 2].record(torch.cuda.current_stream(self.device))
 
     def attend_all(self, row: int, segment: Segment) -> Part:
@@ -258,7 +219,7 @@ class SplitStore(PagedStore):
     def _attend_on_host(self, row: int, segment: Segment) -> Part:
         """Dense attention of one query; packed values are unpacked a block at a time."""
         reader, queries = self.reader(row), segment.queries.cpu()
-        if not reader.is_packed:
+        if reader.in_place:
             return attend_dense(self.shape, segment._replace(queries=queries), reader)
         part: Part | None = None
         for start in range(0, segment.stop, STREAMED_TOKENS):
@@ -291,7 +252,7 @@ class SplitStore(PagedStore):
         return Attended(selected if part is None else merge(part, selected), selection, visible)
 
     def _attend_selected(
-        self, segment: Segment, reader: HostReader, view: View, select: Select
+        self, segment: Segment, reader: RowReader, view: View, select: Select
     ) -> tuple[Part | None, int | float | Tensor, Selection | None]:
         """Attend what ``select`` chooses, on the host; with how many tokens that is."""
         with record_function(HOST_SPAN):

@@ -173,12 +173,10 @@ def _seconds_in_turns(model: FusedModel, cache: SparseCache, plans: tuple[Plan, 
 def extend_randomly(cache: SparseCache, length: int) -> None:
     """Store random keys and values behind the tokens of a cache of one sequence, the same ones in all layers."""
     numbers = torch.Generator().manual_seed(length)
-    made: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
+    made: dict[tuple[int, int, int], list[torch.Tensor]] = {}
     for layer, attention in zip(cache.layers, cache.attentions):
-        cached = attention.stored(0)  # keys, values
-        sizes = tuple(each.shape for each in cached)
+        sizes = attention.shape.num_kv_heads, length - attention.store.lengths[0], attention.shape.head_dim
         if sizes not in made:
-            missing = [(heads, length - tokens, width) for heads, tokens, width in sizes]
-            made[sizes] = [torch.randn(size, generator=numbers).to(cached[0].dtype) for size in missing]
+            made[sizes] = [torch.randn(sizes, generator=numbers).to(attention.like.dtype) for _ in range(2)]
         attention.store.append(0, *made[sizes])
         layer.columns = length

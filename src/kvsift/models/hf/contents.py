@@ -59,8 +59,8 @@ def _tensors_of_layer(layer: Any) -> dict[str, Callable[[], Tensor]]:
     attention = layer.attention
     assert attention is not None
     tensors: dict[str, Callable[[], Tensor]] = {
-        "keys": lambda: attention.stored(0)[0],
-        "values": lambda: attention.stored(0)[1],
+        "keys": lambda: attention.rows(0)[0],
+        "values": lambda: attention.rows(0)[1],
     }
     for kind in attention.store.kinds:
         name = f"{SUMMARY}{kind}.{attention.store.page_size}"
@@ -70,7 +70,7 @@ def _tensors_of_layer(layer: Any) -> dict[str, Callable[[], Tensor]]:
 
 def fill(
     cache: SparseCache, numbers: Sequence[Mapping[str, Any]], read: Callable[[int], Mapping[str, Tensor]],
-    device: torch.device, chunk_size: int,
+    device: torch.device, dtype: torch.dtype, chunk_size: int,
 ) -> None:  # fmt: skip
     """Fill an empty cache.
 
@@ -78,7 +78,7 @@ def fill(
         cache: of the model, under any plan with the same rule of prefill.
         numbers: of every layer.
         read: returns the tensors of a layer, which are copied.
-        device: of the model.
+        device, dtype: of the model.
         chunk_size: tokens that methods observe at once.
     """
     for index, layer in enumerate(cache.layers):
@@ -86,7 +86,7 @@ def fill(
         keys, values = tensors["keys"], tensors["values"]
         if isinstance(layer, SparseLayer):
             shape = LayerShape(index, **numbers[index])
-            layer.restore(shape, keys, values, _summaries(tensors), device, chunk_size)
+            layer.restore(shape, keys, values, _summaries(tensors), device, dtype, chunk_size)
         else:
             layer.lazy_initialization(keys.to(device), values.to(device))
             layer.keys, layer.values = keys.to(device, copy=True), values.to(device, copy=True)

@@ -163,18 +163,18 @@ class SparseLayer(AttendingLayer):
 
     def restore(
         self, shape: LayerShape, keys: Tensor, values: Tensor, summaries: Mapping[int, Mapping[str, Tensor]],
-        device: torch.device, chunk_size: int,
+        device: torch.device, dtype: torch.dtype, chunk_size: int,
     ) -> None:  # fmt: skip
         """Begin an empty layer of one sequence with tokens that were cached elsewhere (``LayerCache.restore``).
 
         Args:
             shape: of the layer, without what belongs to the model.
-            keys, values: [num_kv_heads, num_tokens, head_dim], on any device.
+            keys, values: [num_kv_heads, num_tokens, width], on any device.
             summaries: page size -> kind -> [num_kv_heads, num_pages, width]; those that are missing are computed.
-            device: of the model.
+            device, dtype: of the model.
             chunk_size: tokens that methods observe at once.
         """
-        like = keys.new_empty(1, 0, device=device)
+        like = torch.empty(1, 0, dtype=dtype, device=device)
         self.lazy_initialization(like, like)
         shape = shape._replace(layer=self.layer, rope=self.rope, peers=self.peers, origin=self.origin)
         self.attention = attention = self._new_attention(shape, like)

@@ -1,0 +1,74 @@
+"""Keys and values in 8 bits, each token's of a head with a scale of its own, so that no token spoils another's.
+
+number[j] is about scale * code[j], with scale = max |number| / 127. A coded row is the codes of a token and behind them
+the four bytes of its scale: whatever copies, forks or frees a row carries its scale along. Keys are turned first, by an
+orthogonal matrix that spreads each channel over all (``sketch_format.rotation``): some channels of real models' keys
+are far larger than the others, and would take the precision of all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.native.loader import AVAILABLE, core, num_threads
+from kvsift.native.shapes import LARGEST_HEAD_DIM, ROW_DTYPES, SCALE_BYTES
+from kvsift.native.sketch_format import rotation
+
+LARGEST_CODE = 127
+
+
+def coded_width(head_dim: int) -> int:
+    """Bytes of a coded row."""
+    return head_dim + SCALE_BYTES
+
+
+def encode_rows(vectors: Tensor, *, turned: bool = False) -> Tensor:
+    """[..., head_dim] -> int8 [..., head_dim + 4]; ``turned``: as keys are."""
+    if _in_core(vectors, vectors.dtype, vectors.shape[-1]):
+        vectors = vectors.contiguous()
+        rows = vectors.new_empty(*vectors.shape[:-1], coded_width(vectors.shape[-1]), dtype=torch.int8)
+        core.encode_rows(
+            vectors.dtype == torch.bfloat16, vectors.data_ptr(), 1, rows.numel() // rows.shape[-1], vectors.shape[-1],
+            turned, num_threads(None), rows.data_ptr(),
+        )  # fmt: skip
+        return rows
+    return encode_rows_reference(vectors, turned=turned)
+
+
+def encode_rows_reference(vectors: Tensor, *, turned: bool = False) -> Tensor:
+    """As ``encode_rows``; turned ones may differ in rounding."""
+    numbers = vectors.float()
+    if turned:
+        numbers = numbers @ rotation(numbers.shape[-1], numbers.device)
+    scale = numbers.abs().amax(-1, keepdim=True) / LARGEST_CODE
+    codes = (numbers / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], -1)
+
+
+def decode_rows(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Tensor:
+    """int8 [..., head_dim + 4] -> [..., head_dim] in ``dtype``; ``turned``: rows of keys."""
+    head_dim = rows.shape[-1] - SCALE_BYTES
+    if _in_core(rows, dtype, head_dim):
+        heads = rows if rows.dim() == 3 and rows[0].is_contiguous() else rows.contiguous().view(1, -1, rows.shape[-1])
+        vectors = torch.empty(*rows.shape[:-1], head_dim, dtype=dtype)
+        core.decode_rows(
+            heads.data_ptr(), heads.stride(0), len(heads), heads.shape[1], head_dim, turned, dtype == torch.bfloat16,
+            num_threads(None), vectors.data_ptr(),
+        )  # fmt: skip
+        return vectors
+    return decode_rows_reference(rows, dtype, turned=turned)
+
+
+def decode_rows_reference(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Tensor:
+    """As ``decode_rows``; turned ones may differ in rounding."""
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    numbers = rows[..., :-SCALE_BYTES].float() * scale
+    if turned:
+        numbers = numbers @ rotation(numbers.shape[-1], numbers.device).mT
+    return numbers.to(dtype)
+
+
+def _in_core(tensor: Tensor, dtype: torch.dtype, head_dim: int) -> bool:
+    there = AVAILABLE and tensor.is_cpu and tensor.numel() > 0
+    return there and dtype in ROW_DTYPES and 0 < head_dim <= LARGEST_HEAD_DIM
