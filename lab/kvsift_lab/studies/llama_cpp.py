@@ -45,7 +45,7 @@ class LlamaCppBench(Study):
         if not Path(recipe.binary).is_file():
             raise MissingFile(f"{recipe.binary} is not a file. Build llama.cpp's llama-bench, and name it by --binary.")
         threads.use(recipe.threads)
-        self._llm = LLM(recipe.model, "dense", device="cpu", probe_every=0)
+        self._llm = LLM(recipe.model, "dense", device="cpu", probe_every=0, kv_dtype=recipe.kv_dtype)
         self._best: dict[int, tuple[str, str]] = {}  # context -> the fastest settings of llama.cpp
 
     def environment(self) -> dict[str, Any]:
@@ -135,9 +135,10 @@ def conditions(result: dict[str, Any]) -> str:
     """Return a line on the file, the machine and the rounds."""
     peer, recipe = result["llama_cpp"], result["recipe"]
     busiest = max(point["others"] or 0 for point in result["points"])
+    kv = ", KV in int8" if recipe.get("kv_dtype") == "int8" else ""
     return (
         f"`{Path(recipe['model']).name}` ({peer['model_type']}); {result['machine']}, {result['threads']} threads; "
         f"llama.cpp {peer['build_commit']} by llama-bench, the fastest of flash attention on and off, KV in f16 and "
-        f"q8_0; kvsift at commit {commit_of(result)}; medians of {recipe['rounds']} rounds in turns, in which other "
-        f"processes took {busiest:.0%} of the processors at most."
+        f"q8_0; kvsift at commit {commit_of(result)}{kv}; medians of {recipe['rounds']} rounds in turns, in which "
+        f"other processes took {busiest:.0%} of the processors at most."
     )

@@ -150,6 +150,7 @@ class LlamaCppRecipe(r.BenchRecipe):
     rounds: int = r.option(3, "The first tries all settings of llama.cpp.", minimum=1)
     tokens: int = r.option(24, "Tokens per sample.", minimum=2)
     repeats: int = r.option(2, "Samples of llama.cpp per round.", minimum=1)
+    kv_dtype: str = r.option("auto", "Of kvsift's keys and values: auto or int8.")
     threads: int | None = r.threads()
 
 
