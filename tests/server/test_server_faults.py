@@ -240,7 +240,6 @@ def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch, more: st
 
     monkeypatch.setattr("kvsift.cli.serve.find_spec", lambda name: name)
     monkeypatch.setattr("os.execv", execute)
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "here")
     given = "m --engine vllm --plan quest:budget=128 --port 81 --dtype float32 --max-model-len 512"
     monkeypatch.setattr(sys, "argv", ["kvsift", "serve", *(given + more).split()])
     with pytest.raises(SystemExit):

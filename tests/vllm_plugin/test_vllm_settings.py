@@ -183,7 +183,6 @@ def test_vllm_listens_where_the_help_says(monkeypatch):
     commands = []
     monkeypatch.setattr(serve, "server_command", lambda model, settings, passed_on: commands.append(passed_on) or ["x"])
     monkeypatch.setattr(serve.os, "execv", lambda *_: sys.exit(0))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
     names = ["--served-model-name", "a", "b", "--max-model-len", "9"]
     for given in ([], ["--host", "0.0.0.0", "--port", "1"], names):
         monkeypatch.setattr(sys, "argv", ["kvsift", "serve", "there", "--engine", "vllm", *given])

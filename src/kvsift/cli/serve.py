@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,7 +152,6 @@ def _replace_by_vllm(
     if dense_below != "auto":
         settings["dense_below"] = int(dense_below)
     command = server_command(model, settings, passed_on)
-    os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="kvsift-metrics-"))
     os.execv(command[0], command)
 
 

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+
+METRICS = "PROMETHEUS_MULTIPROC_DIR"  # where the engine's processes leave the counters that /metrics shows
 
 
 def main() -> None:
     """Run the command with the options of this process."""
+    with ExitStack() as until_the_end:
+        if METRICS not in os.environ:  # read when vLLM is imported
+            os.environ[METRICS] = until_the_end.enter_context(TemporaryDirectory(prefix="kvsift-metrics-"))
+        _serve()
+
+
+def _serve() -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
