@@ -28,7 +28,6 @@ LABORATORY = Path(kvsift_lab.__file__).parent
 LAYERS = {
     "types": 0,
     "errors": 0,
-    "locks": 0,
     "atomic_files": 0,
     "gguf_file": 1,
     "checkpoint": 2,
