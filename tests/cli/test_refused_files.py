@@ -305,7 +305,10 @@ def test_a_run_that_does_not_fit_in_memory_is_refused(
     monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 100 << 20)
     said = refused(*COMMANDS[command], text, "--model", model)
     assert said.startswith("this run needs about 0.5 GiB on cpu (")
-    assert said.endswith("0.1 GiB is free. Shorten the context, take a smaller model, or use --dtype bfloat16.")
+    assert said.endswith(
+        "0.1 GiB is free. Shorten the context, take a smaller model, use --dtype bfloat16, or "
+        "keep KV in 8 bits with --kv-dtype int8."
+    )
 
 
 @pytest.mark.parametrize("given", [[], ["--prompt", "Once", "--prompt-file", "x.txt"]])

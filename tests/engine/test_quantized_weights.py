@@ -110,7 +110,7 @@ def test_a_document_is_opened_with_the_weights_that_read_it(directory: Path, tmp
     document = LLM(directory, "dense", device="cpu", quantize="fp8").read(text_of(300))
     expected = document.ask(question, max_new_tokens=6)
     document.save(file)
-    with pytest.raises(InputError, match=r"with quantize=fp8, and this LLM has quantize=None\. Give quantize=fp8, or"):
+    with refused("other_model: with quantize=fp8, and this LLM has quantize=None. Give quantize=fp8 (--quantize), or"):
         LLM(directory, "dense", device="cpu").open(file)
     again = LLM(directory, "dense", device="cpu", quantize="fp8").open(file)
     assert again.ask(question, max_new_tokens=6).token_ids == expected.token_ids

@@ -218,19 +218,19 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         )  # fmt: skip
         yield (
             same["dtype"], f"in {saved['dtype']}", f"this LLM computes in {given['dtype']}",
-            f"Give dtype={saved['dtype']}",
+            f"Give dtype={saved['dtype']} (--dtype)",
         )  # fmt: skip
         yield (
             same["quantize"], f"with quantize={saved['quantize']}", f"this LLM has quantize={given['quantize']}",
-            f"Give quantize={saved['quantize']}",
+            f"Give quantize={saved['quantize']} (--quantize)",
         )  # fmt: skip
         yield (
             same["kv_dtype"], f"with kv_dtype={saved['kv_dtype']}", f"this LLM has kv_dtype={given['kv_dtype']}",
-            f"Give kv_dtype={saved['kv_dtype']}",
+            f"Give kv_dtype={saved['kv_dtype']} (--kv-dtype)",
         )  # fmt: skip
         yield (
             same["chunk_size"], f"in chunks of {saved['chunk_size']} tokens",
-            f"this LLM has chunk_size={given['chunk_size']}", f"Give chunk_size={saved['chunk_size']}",
+            f"this LLM has chunk_size={given['chunk_size']}", f"Give chunk_size={saved['chunk_size']} (--chunk-size)",
         )  # fmt: skip
         yield (
             saved["prefill"] == str(plan.prefill), f"under {_named(saved['prefill'])}",

@@ -446,7 +446,7 @@ class Loop(EngineThread):
         return True
 
     def _look_again(self) -> None:
-        """Let the queue hold what it has in common with a prompt that was prefilled."""
+        """Let waiting sequences share the pages of a prompt that was prefilled meanwhile."""
         for seq in [self._seqs[key] for key in self._schedule.waiting]:
             found = self.pages.found(seq)
             if len(found) > len(seq.nodes):

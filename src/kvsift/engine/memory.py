@@ -83,12 +83,17 @@ def require_memory(
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:
         weights, where = directory.weight_bytes(device, dtype), "in memory"
+    remedies = ["Shorten the context", "take a smaller model"]
+    if dtype == torch.float32:
+        remedies.append("use --dtype bfloat16")
+    if device.type == "cpu" and "kv_dtype" not in dict(place.knobs):
+        remedies.append("keep KV in 8 bits with --kv-dtype int8")
+    if device.type == "cuda" and not on_host:
+        remedies.append("keep KV in host memory with --placement split")
     raise NotEnoughMemory(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({weights / GIB:.1f} GiB of weights "
         f"{where}, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {kv_dtype}), and "
-        f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
-        + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
-        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")
+        f"{free / GIB:.1f} GiB is free. {', '.join(remedies[:-1])}, or {remedies[-1]}."
     )
 
 

@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, token: int, logits: Tensor, num_top: int) -> TokenLogprobs:
-        """Those of logits [vocabulary]. NaN and infinite ones, which settings may have replaced since, have
+        """Make them of logits [vocabulary]. NaN and infinite logits, which settings may have replaced since, have
         no probability, or all."""
         finite = logits.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         logprobs = finite.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)

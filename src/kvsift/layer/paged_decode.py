@@ -214,7 +214,7 @@ class DecodeLayer:
 
     @property
     def lists(self) -> tuple[Tensor, Tensor] | None:
-        """Of the last step: units int32 [batch, num_rows, capacity], and how many of them count, [batch, num_rows]."""
+        """Lists of the last step: units int32 [batch, num_rows, capacity], and their lengths [batch, num_rows]."""
         if self._lists is None or self._heads is None:
             return self._lists
         units, counts = self._lists

@@ -42,7 +42,7 @@ class SegmentChoices:
 
     @property
     def num_queries(self) -> int:
-        """Of each segment."""
+        """Queries of each segment."""
         return self.bounds[0][1] - self.bounds[0][0]
 
     @property

@@ -30,7 +30,7 @@ class _Packed(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the model: the dtype of looked up and expanded weights."""
+        """The model's dtype, which looked up and expanded weights have."""
         return self._like.dtype
 
     def dequantized(self) -> Tensor:

@@ -148,7 +148,7 @@ class Documents:
 
     @property
     def unread(self) -> dict[str, ServedDocument]:
-        """Those whose prefill has not ended."""
+        """Documents whose prefill has not ended."""
         return {key: each for key, each in self._documents.items() if each.status == "reading"}
 
     def crashed(self) -> list[ServedDocument]:

@@ -31,7 +31,7 @@ class ErrorDetails(ResponseBody):
 
 
 class Error(ResponseBody):
-    """Of any request; in a stream it is an event."""
+    """The error of any request; in a stream it is an event."""
 
     error: ErrorDetails
 

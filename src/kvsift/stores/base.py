@@ -147,7 +147,7 @@ class Store(ABC):
 
     @property
     def num_device_bytes(self) -> int:
-        """Of them, bytes on the device of the model."""
+        """The part of ``num_bytes`` on the device of the model."""
         return self.num_bytes
 
     @abstractmethod

@@ -105,7 +105,7 @@ class PageTable:
         return self.rows[row].runs
 
     def runs_between(self, row: int, first: int, stop: int) -> list[Run]:
-        """Of the pages that a sequence owns, those from ``first`` to ``stop``, in logical order."""
+        """Return the pages that a sequence owns from ``first`` to ``stop``, in logical order."""
         _, behind = _split(self.rows[row].runs, first)
         return _split(behind, stop - first)[0]
 

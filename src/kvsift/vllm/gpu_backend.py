@@ -339,7 +339,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         return bool(self.kv_cache_dtype in FP8)
 
     def _logit_scale(self, layer: Any) -> float:
-        """Of this moment: graphs keep it, and weights that are loaded again later must have the same scales."""
+        """Return the scale of this moment: graphs keep it, and weights loaded later must have the same scales."""
         return float(self.scale * layer._q_scale_float * layer._k_scale_float if self._is_fp8 else self.scale)
 
     def _scale_values(self, layer: Any, output: Tensor) -> None:

@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def decode_rules(self) -> tuple[Rule, ...]:
-        """Of all plans that decode sparsely."""
+        """Rules of all plans that decode sparsely."""
         return tuple(rule for plan in (self.plan, *self.plans) if (rule := rule_of(plan)) is not None)
 
     @property

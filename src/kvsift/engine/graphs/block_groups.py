@@ -302,11 +302,11 @@ class BlockGroup(Group[SequenceBlocks]):
         return self._session.blocks(number, width, size, self._rules)
 
     def _place(self, seq: Sequence) -> int:
-        """Of a sequence's block in the slots of its part."""
+        """Return the place of a sequence's block in the slots of its part."""
         return self._seqs[seq].place % self._sequences_of_part(seq)
 
     def _number(self, seq: Sequence) -> int:
-        """Of the part that a sequence belongs to; those of exact sequences are odd."""
+        """Return the number of a sequence's part, odd for exact sequences."""
         return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.decoder is not None)
 
     def _sequences_of_part(self, seq: Sequence) -> int:
@@ -318,7 +318,7 @@ class BlockGroup(Group[SequenceBlocks]):
 
     @property
     def _rules(self) -> list[Rule | None]:
-        """Of all sequences: slots depend on them, and should not change from step to step."""
+        """Rules of all sequences: slots depend on them, and should not change from step to step."""
         return [kept.rule for kept in self._seqs.values()]
 
     @contextmanager
@@ -380,8 +380,8 @@ class Setup:
 
 
 def _widths(num_seqs: int, sequences_of_part: int) -> list[tuple[int, int]]:
-    """Of each part that so many sequences may be in, its number and how many of them it may have: one, two, four,
-    ..."""
+    """Return each part that so many sequences may be in, as its number and how many of them it may have: one, two,
+    four, ..."""
     parts = -(-num_seqs // sequences_of_part)
     most = (min(num_seqs, sequences_of_part) - 1).bit_length()
     return [(part, 1 << power) for part in range(parts) for power in range(most + 1)]

@@ -99,7 +99,7 @@ class PlainStep(NamedTuple):
 
 
 def launch_plain(slots: Slots, kind: StepKind, places: list[SequencePlace], number: int) -> PlainStep:
-    """Launch a step; ``places`` may be told later."""
+    """Launch a step; ``places`` may be given later."""
     clock = Clock(slots.tokens.device)
     slots.run(kind, number)
     chosen = to_host(slots.results[:2])

@@ -75,7 +75,7 @@ class FastPath:
         self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step and the trial
         self._step: DecoderStep | None = None
-        self._prefill: FusedModel | None = None
+        self._fused: FusedModel | None = None
         self._model_reason: str | None = None  # why no step of the model is captured; "" if none
         self._crossovers: dict[object, int] = {}
         self._logged: set[str] = set()
@@ -126,9 +126,9 @@ class FastPath:
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
-            if self._prefill is None and reason(model, DecoderStep.objections, NO_STEP) is None:
-                self._prefill = FusedModel(self._fused_step(model))
-            return self._prefill
+            if self._fused is None and reason(model, DecoderStep.objections, NO_STEP) is None:
+                self._fused = FusedModel(self._fused_step(model))
+            return self._fused
 
     def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Slots:
         """Return a slot for a sequence of a length and so many more tokens; for few, no step is captured."""

@@ -89,8 +89,8 @@ class Group(ABC, Generic[GroupMember]):
 
     @abstractmethod
     def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
-        """Those of the group's sequences, all of them, that the next step has a token for, by the step that they take
-        together. The others join after it."""
+        """Group the sequences that have a token in the next step by the step that they take together; ``seqs`` are all
+        of the group's, and the others join after it."""
 
     @abstractmethod
     def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:

@@ -134,7 +134,8 @@ class Session:
         return rule_of(self._cache.run.plan)
 
     def _key(self, num_slots: int, rules: Sequence[Rule | None]) -> tuple[object, ...]:
-        """Of slots: their number, the units of a list, and which layers are dense under some rule."""
+        """Return what slots are told apart by: their number, the units of a list, and the layers that are dense under
+        some rule."""
         assert self._cache is not None, "slots come first"
         every, page_size = [self._rule, *rules], self._cache.page_size
         unit_size = unit_size_of(every, page_size)

@@ -175,13 +175,13 @@ class Pace:
         return max(drafts, best) if drafts.tokens else best
 
     def note_drafts(self, tried: int, accepted: int, seconds: float) -> None:
-        """Of so many, so many were accepted, and drafting one took so long."""
+        """Note how many drafts were tried and accepted, and the seconds that drafting one took."""
         for rate in (self._drafted, self.measured.drafted):
             rate.note(accepted, tried)
         self.measured.draft.note(seconds)
 
     def note_repeats(self, repeat: int, tried: int, accepted: int) -> None:
-        """Of so many tokens after a repeat of this length, so many were accepted."""
+        """Note how many tokens after a repeat of this length were tried and accepted."""
         self._rate(repeat).note(accepted, tried)
 
     def note_verified(self, tokens: int, seconds: float) -> None:
@@ -192,7 +192,7 @@ class Pace:
 
     @property
     def drafted_share(self) -> float:
-        """Of the drafts of this answer, those that were accepted."""
+        """The accepted share of this answer's drafts."""
         return self._drafted.share
 
     def _rate(self, repeat: int) -> Rate:

@@ -95,7 +95,7 @@ class SparseCache(DynamicCache):
 
     @property
     def num_device_bytes(self) -> int:
-        """Those of ``num_bytes`` on the model's device, and copies on it of tokens in host memory."""
+        """The part of ``num_bytes`` on the model's device, and copies there of tokens in host memory."""
         layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
         return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
 

@@ -136,5 +136,5 @@ def _asked(config: Any, fields: dict[str, tuple[object, ...]]) -> list[str]:
 
 
 def _named(config: Any, fields: dict[str, tuple[object, ...]]) -> str:
-    """Those fields with their values, in words; empty if there are none."""
+    """Return the fields that are set, with their values, in words; empty if there are none."""
     return ", ".join(f"{name}={getattr(config, name)!s:.40}" for name in _asked(config, fields))

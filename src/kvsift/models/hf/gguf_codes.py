@@ -56,7 +56,7 @@ def _halves(numbers: ndarray) -> ndarray:
 
 
 def _nibbles(packed: ndarray, group: int = 16) -> ndarray:
-    """Of each group of bytes the low four bits, then the high ones."""
+    """Return the low four bits of each group of bytes, then the high ones."""
     groups = packed.reshape(len(packed), -1, group)
     return np.stack((groups & 15, groups >> 4), 2).reshape(len(packed), -1)
 

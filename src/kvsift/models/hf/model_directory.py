@@ -90,8 +90,8 @@ class LayerKV:
 
     @classmethod
     def of_layers(cls, config: Any) -> tuple[LayerKV, ...]:
-        """Those of all layers of a decoder that keep any; layers with a state, or that read the keys of others, keep
-        none."""
+        """Return the keys and values of all layers of a decoder that keep any; layers with a state, or that read the
+        keys of others, keep none."""
         kept = []
         for layer, (stored, own) in enumerate(zip(DynamicCache(config=config).layers, config.per_layer_config)):
             num_query_heads = getattr(own, "num_attention_heads", None)
@@ -250,7 +250,7 @@ class ModelDirectory:
 
     @property
     def full_layers(self) -> tuple[LayerKV, ...]:
-        """Those that keep every token."""
+        """Layers that keep every token."""
         return tuple(layer for layer in self.kv_layers if layer.window is None)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

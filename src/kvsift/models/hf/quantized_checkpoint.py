@@ -83,7 +83,7 @@ class QuantizedCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Of weights of few bits, in the files; in memory about as many, where they stay."""
+        """Bytes of the weights of few bits in the files; in memory about as many, where they stay."""
         num_scales = 0
         for layer, (num_out, num_in) in self.shapes.items():
             outs, ins = self.blocks[layer]
