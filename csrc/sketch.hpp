@@ -15,18 +15,6 @@
 
 namespace kvsift {
 
-// Number of 16 bits, IEEE.
-inline float from_float16(const std::uint8_t* at) {
-  std::uint16_t half;
-  std::memcpy(&half, at, 2);
-  const std::uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
-  const std::uint32_t bits = exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
-  float size;
-  std::memcpy(&size, &bits, 4);
-  if (exponent == 0) size = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
-  return half & 0x8000 ? -size : size;
-}
-
 // For whole numbers up to 0; 0 below -126.
 inline float power_of_2(float exponent) {
   const std::uint32_t bits = exponent < -126 ? 0 : std::uint32_t(127 + int(exponent)) << 23;
@@ -85,7 +73,8 @@ class SketchHead {
     references_.resize(group * std::size_t(num_blocks_));
     sums_.resize(references_.size());
     totals_.resize(group);
-    value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
+    value_scales_.resize(std::size_t(num_pages_ + kSketchPages));
+    std::fill_n(value_scales_.end() - kSketchPages, kSketchPages, 0.0f);
   }
 
   // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
@@ -106,12 +95,10 @@ class SketchHead {
       const SketchQueries chunk = queries_.chunk(q);
       float references[kSketchQueries], sums[kSketchQueries];
       kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
+                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums,
+                                &value_scales_[std::size_t(page)]});
       for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
-    for (std::int64_t i = page; i < page + pages_in(block); ++i)  // while the row is in the cache
-      value_scales_[std::size_t(i)] = from_float16(pages_[std::size_t(i)] + format.scales + 2);
-    drop_outside(page, first, page * format.page_size + stop);
   }
 
   // The best candidates of each selection of this head.
@@ -121,9 +108,11 @@ class SketchHead {
     votes_.resize(std::size_t(stride_));
     for (int q = 0; q < call_->group(); q += sharing) {
       vote(q, sharing);
-      std::int64_t* ids = call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k;
-      best_.positions(votes_.data() + call_->first, call_->count, call_->k, ids);
-      drop(q, sharing, ids);
+      const float least = call_->k > 0 ? best_.least(votes_.data() + call_->first, call_->count, call_->k)
+                                       : std::numeric_limits<float>::infinity();
+      kernels().sketch_take(votes_.data(), least, call_->rows.format.page_size, num_pages_, call_->first,
+                            {weights(q), stride_, page_sums(q), num_pages_, nullptr, nullptr, nullptr}, sharing,
+                            call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k);
     }
   }
 
@@ -162,7 +151,6 @@ class SketchHead {
   }
 
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
-  std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
   float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
   float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
   float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
@@ -180,28 +168,6 @@ class SketchHead {
     return top + std::log2(total);
   }
 
-  // Drops the weights of tokens of a block's pages that are no candidates: at either end.
-  void drop_outside(std::int64_t page, int first, std::int64_t stop) {
-    const int page_size = call_->rows.format.page_size;
-    const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
-    if (first == 0 && stop == end) return;
-    for (int q = 0; q < call_->group(); ++q) {
-      for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
-      for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
-      sum_page(q, start / page_size);
-      sum_page(q, (stop - 1) / page_size);
-    }
-  }
-
-  void sum_page(int q, std::int64_t page) {
-    const int page_size = call_->rows.format.page_size;
-    const std::uint16_t* from = weights(q) + page * page_size;
-    float lanes[4] = {};
-    for (int i = 0; i < page_size; i += 4)
-      for (int j = 0; j < 4; ++j) lanes[j] += from_bf16(from[i + j]);
-    page_sums(q)[page] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
-  }
-
   void vote(int q, int sharing) {
     const int page_size = call_->rows.format.page_size;
     factors_.resize(std::size_t(sharing));
@@ -212,25 +178,9 @@ class SketchHead {
       kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
                              votes_.data() + token);
     }
-  }
-
-  // Drops the weights that queries from q on have for chosen candidates, ascending.
-  void drop(int q, int sharing, const std::int64_t* ids) {
-    const int page_size = call_->rows.format.page_size;
-    std::uint16_t kept[kSketchTokens];  // of a page: all bits, or none
-    for (std::int64_t i = 0; i < call_->k;) {
-      const std::int64_t page = (call_->first + ids[i]) / page_size, start = page * page_size - call_->first;
-      std::fill_n(kept, page_size, std::uint16_t(0xffff));
-      for (; i < call_->k && ids[i] < start + page_size; ++i) {
-        const int token = int(ids[i] - start);
-        kept[token / 16 * 16 + weight_position(token % 16)] = 0;
-      }
-      for (int j = q; j < q + sharing; ++j) {
-        std::uint16_t* own = weights(j) + page * page_size;
-        for (int t = 0; t < page_size; ++t) own[t] &= kept[t];
-        sum_page(j, page);
-      }
-    }
+    constexpr float kNone = std::numeric_limits<float>::quiet_NaN();  // no candidate
+    std::fill_n(votes_.begin(), call_->first, kNone);
+    std::fill(votes_.begin() + std::ptrdiff_t(call_->first + call_->count), votes_.end(), kNone);
   }
 
   // Adds the mean values of a block's pages, with weights of 15 bits, and sums up what is left of the weights.
