@@ -50,7 +50,13 @@ struct SketchCall {
   int group() const { return num_query_heads / rows.num_kv_heads; }
 };
 
-// Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest.
+// Parts of each of some KV heads that keep threads busy: two for each thread, of as many blocks as they can have.
+inline std::int64_t sketch_parts(std::int64_t num_heads, int threads, std::int64_t num_tokens) {
+  const std::int64_t parts = (2 * threads + num_heads - 1) / num_heads;
+  return threads == 1 ? 1 : std::clamp<std::int64_t>(parts, 1, (num_tokens + kSketchTokens - 1) / kSketchTokens);
+}
+
+// Candidates of one KV head. The steps: weigh each part, choose, estimate the rest.
 class SketchHead {
  public:
   void start(const SketchCall& call, const Slots& slots, int kv_head) {
@@ -77,11 +83,9 @@ class SketchHead {
     std::fill_n(value_scales_.end() - kSketchPages, kSketchPages, 0.0f);
   }
 
-  // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
-  static constexpr std::int64_t kBlocksPerTask = 2;
-  std::int64_t num_tasks() const { return (num_blocks_ + kBlocksPerTask - 1) / kBlocksPerTask; }
-  void weigh_some(std::int64_t task) {
-    for (std::int64_t i = task * kBlocksPerTask; i < std::min((task + 1) * kBlocksPerTask, num_blocks_); ++i) weigh(i);
+  // Weighs a part of the blocks, of so many: a thread fetches each block while it weighs the one before.
+  void weigh_part(std::int64_t part, std::int64_t num_parts) {
+    for (std::int64_t i = part * num_blocks_ / num_parts; i < (part + 1) * num_blocks_ / num_parts; ++i) weigh(i);
   }
 
   // Weights of a block of pages relative to the largest of each query, and their sums.
@@ -249,30 +253,25 @@ class SketchHead {
   TopOfMany best_;
 };
 
-// Nothing depends on the number of threads: with fewer threads than heads, each takes a head from start to end, whose rows
-// and weights then stay in its cache; else all threads take blocks.
+// Nothing depends on the number of threads. The thread that weighs the last part of a head goes on with it.
 inline void choose_sketched(const SketchCall& call, int threads) {
-  const int num_heads = call.rows.num_kv_heads;
+  const std::int64_t num_heads = call.rows.num_kv_heads, num_pages = call.rows.num_pages();
+  const std::int64_t parts = sketch_parts(num_heads, threads, num_pages * call.rows.format.page_size);
   std::vector<std::int64_t> ids;
-  const Slots slots = call.rows.table.range(0, call.rows.num_pages(), ids);
-  if (threads <= num_heads) {
-    parallel_for(num_heads, threads, [&](std::int64_t h, int) {
-      thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
-      head.start(call, slots, int(h));
-      for (std::int64_t task = 0; task < head.num_tasks(); ++task) head.weigh_some(task);
-      head.choose();
-      head.estimate_rest();
-    });
-    return;
-  }
-  std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
-  for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
-  const std::int64_t num_tasks = heads[0].num_tasks();
-  parallel_for(num_heads * num_tasks, threads,
-               [&](std::int64_t task, int) { heads[std::size_t(task / num_tasks)].weigh_some(task % num_tasks); });
-  parallel_for(num_heads, threads, [&](std::int64_t h, int) {
-    heads[std::size_t(h)].choose();
-    heads[std::size_t(h)].estimate_rest();
+  const Slots slots = call.rows.table.range(0, num_pages, ids);
+  thread_local std::vector<SketchHead> kept;  // keeps its memory: a step has as many calls as layers
+  if (std::int64_t(kept.size()) < num_heads) kept.resize(std::size_t(num_heads));
+  SketchHead* const heads = kept.data();  // of this thread, for all
+  const auto start = [&](std::int64_t h, int) { heads[h].start(call, slots, int(h)); };
+  if (parts > 1) parallel_for(num_heads, threads, start);
+  PartsLeft left(num_heads, parts);
+  parallel_for(num_heads * parts, threads, [&](std::int64_t task, int thread) {
+    const std::int64_t h = task / parts;
+    if (parts == 1) start(h, thread);
+    heads[h].weigh_part(task % parts, parts);
+    if (!left.is_last(h)) return;
+    heads[h].choose();
+    heads[h].estimate_rest();
   });
 }
 
