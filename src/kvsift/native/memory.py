@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidTensor, InvalidValue
-from kvsift.native.loader import core, num_threads
+from kvsift.native.loader import AVAILABLE, core, num_threads
 
 
 def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
@@ -24,11 +24,11 @@ def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
 
 
 def advise_huge(tensor: Tensor) -> int:
-    """Request huge pages for the storage of a CPU tensor -> bytes of the request, 0 if the system has no such pages.
+    """Request huge pages for the storage of a CPU tensor -> bytes of the request, 0 without such pages or the core.
 
     It works best before the tensor is first written.
     """
     if tensor.device.type != "cpu":
         raise InvalidTensor(f"the tensor is on {tensor.device}; huge pages are for CPU tensors only.")
     storage = tensor.untyped_storage()
-    return int(core.advise_huge(storage.data_ptr(), storage.nbytes()))
+    return int(core.advise_huge(storage.data_ptr(), storage.nbytes())) if AVAILABLE else 0

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidValue
 from kvsift.native.loader import core, num_threads
+from kvsift.native.memory import advise_huge
 from kvsift.native.shapes import ROW_DTYPES
 
 BLOCK, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
@@ -103,7 +104,9 @@ class PackedMatrix:
             num_out += len(part.codes)
         table = b"" if part.table is None else part.table.tobytes()
         halves = part.scales.shape[1] * BLOCK > part.codes.shape[1]
-        whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+        whole = torch.empty(sum(map(len, tiles)), *tiles[0].shape[1:], dtype=torch.uint8)
+        advise_huge(whole)  # every step reads all of it
+        np.concatenate(tiles, out=whole.numpy())
         return cls(whole, table, num_out, part.minima is not None, halves)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy reads tiles of its own
