@@ -15,14 +15,13 @@
 
 namespace kvsift {
 
-// Requests huge pages for the pages of [data, data + bytes) -> bytes of the request. The first and the last page may hold
-// numbers of others: allocations that follow each other become one area, and huge pages lie across them.
+// Requests huge pages for the whole pages of [data, data + bytes) -> bytes of the request.
 inline std::int64_t advise_huge(void* data, std::int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(data) / page * page;
-  const std::uintptr_t stop = (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes) + 2 * page - 1) / page * page;
-  if (bytes > 0 && madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE) == 0)
+  const std::uintptr_t start = (reinterpret_cast<std::uintptr_t>(data) + page - 1) / page * page;
+  const std::uintptr_t stop = (reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes)) / page * page;
+  if (start < stop && madvise(reinterpret_cast<void*>(start), stop - start, MADV_HUGEPAGE) == 0)
     return static_cast<std::int64_t>(stop - start);
 #else
   (void)data, (void)bytes;

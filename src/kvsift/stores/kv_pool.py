@@ -7,8 +7,6 @@ page includes it.
 
 from __future__ import annotations
 
-import math
-import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +17,12 @@ from torch import Tensor
 from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.native.coded_rows import coded_width, decode_rows, encode_rows
+from kvsift.native.memory import huge_empty
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
 
 NOISE_PAGES = 2048  # written at once
-HUGE_PAGE = 1 << 21  # bytes
 
 
 class LayerPool:
@@ -103,7 +101,7 @@ class LayerPool:
                 if kind not in self.summaries:
                     width, dtype = row_format(kind, self.head_dim, self.page_size)
                     sizes = *self.keys.shape[:2], width
-                    self.summaries[kind] = _room(self.keys, sizes, dtype=dtype or self.dtype, device=device)
+                    self.summaries[kind] = _room(self.keys, sizes, dtype or self.dtype, device or self.keys.device)
                     self.moves += 1
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
@@ -188,18 +186,11 @@ class KVPool:
 
 def _grown(pool: Tensor, num_pages: int, pinned: torch.device | None = None) -> Tensor:
     sizes = pool.shape[0], num_pages, *pool.shape[2:]
-    grown = _room(pool, sizes) if pinned is None else pinned_empty(pool, sizes, pinned)
+    grown = _room(pool, sizes, pool.dtype, pool.device) if pinned is None else pinned_empty(pool, sizes, pinned)
     grown[:, : pool.shape[1]] = pool
     return grown
 
 
-def _room(like: Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """New memory of a pool. On a CPU it is on huge pages where the system grants them, and fresh, since memory that was used
-    before stays on small ones: a step reads rows here and there, and would also wait for their addresses."""
-    dtype, device = dtype or like.dtype, device or like.device
-    num_bytes = math.prod(sizes) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return like.new_empty(sizes, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(sizes)
+def _room(like: Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory of a pool; a step reads rows of it here and there."""
+    return huge_empty(sizes, dtype) if device.type == "cpu" else like.new_empty(sizes, dtype=dtype, device=device)
