@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidValue
 from kvsift.native.loader import core, num_threads
+from kvsift.native.memory import HugeRoom
 from kvsift.native.shapes import ROW_DTYPES
 
 BLOCK, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
@@ -91,9 +92,9 @@ class PackedMatrix:
     halves: bool
 
     @classmethod
-    def of(cls, parts: Iterable[PackedCodes]) -> PackedMatrix | None:
-        """Pack codes, given as one or in parts, of whole tiles of outputs but the last; None where float16 does not
-        hold scales or minima."""
+    def of(cls, parts: Iterable[PackedCodes], room: HugeRoom | None = None) -> PackedMatrix | None:
+        """Pack codes, given as one or in parts, of whole tiles of outputs but the last, perhaps into a room with
+        others; None where float16 does not hold scales or minima."""
         tiles, num_out = list[np.ndarray](), 0
         for part in parts:
             some = part.tiles()
@@ -103,11 +104,13 @@ class PackedMatrix:
             num_out += len(part.codes)
         table = b"" if part.table is None else part.table.tobytes()
         halves = part.scales.shape[1] * BLOCK > part.codes.shape[1]
-        whole = torch.from_numpy(tiles[0] if len(tiles) == 1 else np.concatenate(tiles))
+        sizes = sum(map(len, tiles)), *tiles[0].shape[1:]
+        whole = torch.empty(sizes, dtype=torch.uint8) if room is None else room.take(sizes)
+        np.concatenate(tiles, out=whole.numpy())
         return cls(whole, table, num_out, part.minima is not None, halves)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy reads tiles of its own
-        return PackedMatrix, (self.tiles, self.table, self.num_out, self.affine, self.halves)
+        return PackedMatrix, (self.tiles.clone(), self.table, self.num_out, self.affine, self.halves)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from numpy import ndarray
 
 from kvsift.gguf_file import GgufTensor
+from kvsift.native.memory import HugeRoom
 from kvsift.native.packed import CENTRE, TILE, PackedCodes, PackedMatrix
 
 Parts = tuple[ndarray, ndarray, ndarray | None]  # of blocks: codes [n, size], scales [n, scales of a block], minima
@@ -22,12 +23,14 @@ NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 FLOAT4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
 
-def packed_matrix(tensor: GgufTensor) -> PackedMatrix | None:
-    """Return a matrix with the weights of a tensor, packed; None where its type or its scales have no packed form."""
+def packed_matrix(tensor: GgufTensor, room: HugeRoom | None = None) -> PackedMatrix | None:
+    """Return a matrix with the weights of a tensor, packed, in a room; None where its type or its scales have no packed
+    form."""
     if tensor.type not in TYPES or len(tensor.shape) != 2:
         return None
     step = max(TILE, tensor.rows_at_once // TILE * TILE)
-    return PackedMatrix.of(_codes(tensor, start, start + step) for start in range(0, len(tensor.packed), step))
+    parts = (_codes(tensor, start, start + step) for start in range(0, len(tensor.packed), step))
+    return PackedMatrix.of(parts, room)
 
 
 def num_bytes(tensor: GgufTensor, dtype: torch.dtype, stays_packed: bool) -> int:

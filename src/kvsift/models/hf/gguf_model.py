@@ -16,6 +16,7 @@ from kvsift.errors import DamagedFile, UnsupportedModel, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
 from kvsift.models.hf.gguf_codes import packed_matrix
 from kvsift.models.hf.late_weight import LateWeight
+from kvsift.native.memory import HugeRoom
 
 log = logging.getLogger("kvsift")
 # model_type and class of each architecture
@@ -131,7 +132,7 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype, stay_packed: boo
     gemma = config.model_type.startswith("gemma")
     names = NAMES_OF_GEMMA_LAYER if gemma else NAMES_OF_LAYER
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    weights = {}
+    weights, room = {}, HugeRoom()  # a step reads all matrices, and small pages would make it wait for their addresses
     for full_name, tensor in file.tensors.items():
         name, _, suffix = full_name.rpartition(".")
         layer, _, part = name.removeprefix("blk.").partition(".")
@@ -145,7 +146,7 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype, stay_packed: boo
             tensor.shape,
             dtype,
             partial(_expanded, tensor, dtype, is_norm),
-            packed_matrix(tensor) if stay_packed else None,
+            packed_matrix(tensor, room) if stay_packed else None,
         )
     return weights
 
