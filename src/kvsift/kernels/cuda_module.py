@@ -28,20 +28,23 @@ class Kernel:
     Args:
         function: the driver's handle.
         threads: per block.
-        shared_bytes: of dynamic shared memory per block.
+        shared_bytes: of dynamic shared memory per block, at most.
     """
 
     def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
         self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
 
-    def launch(self, blocks: int, arguments: ctypes.Structure, *, early: bool = False) -> None:
-        """Queue on torch's current stream; ``early`` may start it while the kernel before is still running."""
+    def launch(
+        self, blocks: int, arguments: ctypes.Structure, *, early: bool = False, shared_bytes: int | None = None
+    ) -> None:
+        """Queue on torch's current stream; ``early`` may start it while the kernel before is still running, and
+        ``shared_bytes`` are fewer than the most."""
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
-        config.sharedMemBytes = self._shared_bytes
+        config.sharedMemBytes = self._shared_bytes if shared_bytes is None else shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
         if early:
             attribute = driver.CUlaunchAttribute()
@@ -68,7 +71,7 @@ def compile_kernel(
         name: of the ``extern "C"`` function.
         defines: macros for these sources.
         threads: per block.
-        shared_bytes: of dynamic shared memory.
+        shared_bytes: of dynamic shared memory, at most.
         device: index of the GPU.
 
     Raises:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
 from kvsift.kernels.scaled_weight import full_product
 from kvsift.kernels.skinny_product import Norm, Tiling, Weight, is_skinny, product_arguments, row_products
+from kvsift.kernels.streamed_linear import streamed_linear, streams
 from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
@@ -29,6 +30,8 @@ def gated_linear(
     """
     if isinstance(gate_up, Tensor) and takes_product(x, gate_up, steady):
         return product(x, gate_up, norm=norm, gated=True)
+    if not steady and streams(x, gate_up):
+        return streamed_linear(x, gate_up, norm=norm, gated=True, pdl=pdl)  # type: ignore[arg-type]
     if is_skinny(x, gate_up):
         return gated_linear_triton(x, gate_up, norm=norm, steady=steady, pdl=pdl)
     if norm is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
 from kvsift.kernels.scaled_weight import full_product
 from kvsift.kernels.skinny_product import Norm, Tiling, Weight, is_skinny, product_arguments, row_products
+from kvsift.kernels.streamed_linear import streamed_linear, streams
 from kvsift.kernels.triton_shim import jit_for_any, tl, triton
 from kvsift.native.product import product, takes_product
 
@@ -38,6 +39,8 @@ def linear(
     """
     if isinstance(weight, Tensor) and takes_product(x, weight, steady):
         return product(x, weight, bias, norm=norm, residual=residual)
+    if not steady and streams(x, weight):
+        return streamed_linear(x, weight, bias, norm=norm, residual=residual, pdl=pdl)  # type: ignore[arg-type]
     if is_skinny(x, weight):
         return linear_triton(x, weight, bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
     if norm is not None:

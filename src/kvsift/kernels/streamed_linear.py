@@ -1,0 +1,142 @@
+"""A few rows times a weight of 8-bit floats, as one launch of CUDA C++ that keeps memory busy from one product to the
+next (``streamed_linear.cu``): Hopper and later.
+
+Triton's twins stop at about three quarters of the bandwidth with weights of 8 bits, and begin each product with an
+empty pipeline. They take what this one does not: other GPUs, more rows, and ``steady`` products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
+from kvsift.kernels.int4_weight import Int4Weight
+from kvsift.kernels.scaled_weight import ScaledWeight
+
+MAX_ROWS = 4  # more take too much shared memory
+# outputs of a tile; warps of a block, and their stages by bits, of 16 settings the fastest for one row on an H100. Two
+# blocks on one processor are slower: a kernel that is launched early has two on some then, and none on others.
+OUTS, WARPS, STAGES = 16, 16, {8: 4, 4: 3}
+SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("x", "weight", "scales", "zeros", "norm", "bias", "residual", "out")]
+        + [(name, ctypes.c_longlong) for name in ("x_row", "residual_row", "weight_row")]
+        + [(name, ctypes.c_int) for name in (
+            "rows", "num_in", "num_out", "gated", "scale_outs", "scale_row", "scale_steps", "tiles",
+        )]
+        + [("eps", ctypes.c_float)]
+    )  # fmt: skip
+
+
+def streams(x: Tensor, weight: object) -> bool:
+    """Whether ``streamed_linear`` takes rows x [rows, in] and a weight [out, in]."""
+    if not (isinstance(weight, ScaledWeight | Int4Weight) and x.is_cuda and have_nvrtc()):
+        return False
+    if isinstance(weight, Int4Weight):
+        values, step = weight.codes, 256
+        scaled = weight.ins in (32, 64, 128) and weight.scales.itemsize == 2
+    else:
+        values, step = weight.values, 128
+        scaled = weight.scales.shape[1] == 1 or weight.ins == step
+    tensors = (x, values, weight.scales, getattr(weight, "zeros", None))
+    return (
+        scaled
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == values.stride(1) == 1
+        and x.shape[1] % step == x.stride(0) % 8 == values.stride(0) % 16 == 0
+        and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        and _grid(weight, x) is not None
+    )
+
+
+def streamed_linear(
+    x: Tensor,
+    weight: ScaledWeight | Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = False,
+) -> Tensor:
+    """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` what ``gated_linear`` does.
+
+    Args:
+        x: [rows, in].
+        weight: [out, in], which ``streams`` with these rows; of gates, then of values, if ``gated``.
+        bias: [out].
+        norm: weight [in] and eps of an RMS norm of ``x``.
+        residual: [rows, out].
+        gated: see ``gated_linear``; without bias and residual.
+        pdl: launch while the previous kernel still runs, and request weights at once.
+
+    Returns:
+        [rows, out] in the dtype of ``x``; half as many if ``gated``.
+    """
+    (rows, num_in), scales, zeros = x.shape, weight.scales, None
+    if isinstance(weight, Int4Weight):
+        values, zeros, scale_outs, by_block = weight.codes, weight.zeros, 1, False
+    else:
+        values, scale_outs, by_block = weight.values, weight.outs, scales.shape[1] > 1
+    num_out = values.shape[0] // (2 if gated else 1)
+    out = x.new_empty(rows, num_out)
+    norm_weight, eps = norm or (None, 0.0)
+    tensors = (x, values, scales, zeros, norm_weight, bias, residual, out)
+    arguments = _Arguments(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
+        scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps,
+    )  # fmt: skip
+    kernel = _kernel(weight, x.dtype, x.device.index or 0)
+    grid = _grid(weight, x)
+    assert grid is not None
+    blocks, shared_bytes = grid
+    kernel.launch(blocks, arguments, early=pdl, shared_bytes=shared_bytes)
+    return out
+
+
+def _tiles(weight: ScaledWeight | Int4Weight) -> int:
+    return -(-weight.shape[0] // OUTS)
+
+
+def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> tuple[int, int] | None:
+    """Return the blocks of a launch, one per processor, and the bytes of shared memory that each needs; None if it has
+    too few."""
+    rows, num_in = x.shape
+    stage = OUTS * 128  # bytes of weights, and of scales and zero points of 256 codes
+    if isinstance(weight, Int4Weight):
+        stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))
+    blocks = min(_tiles(weight), _processors(x.device))
+    sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
+    shared = WARPS * STAGES[_bits(weight)] * stage + rows * (num_in + 8) * 2 + sums
+    return (blocks, shared) if shared <= SHARED_BYTES else None
+
+
+def _bits(weight: ScaledWeight | Int4Weight) -> int:
+    return 4 if isinstance(weight, Int4Weight) else 8
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, device: int) -> Kernel:
+    bits, scales = _bits(weight), weight.scales.dtype
+    defines = {
+        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": STAGES[bits],
+        "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
+        "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
+    }  # fmt: skip
+    source = "streamed_linear.cu"
+    return compile_kernel((source,), "streamed_linear", tuple(defines.items()), WARPS * 32, SHARED_BYTES, device)

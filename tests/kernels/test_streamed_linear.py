@@ -1,0 +1,122 @@
+"""Weights of few bits streamed by CUDA C++: as near to the exact product as the reference, whatever is fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernels.conftest import DEVICE
+from kernels.paged_cases import distance
+from kernels.test_linear import BLOCK, check, draw, exactly, weight_of
+
+from kvsift.kernels.cuda_module import have_nvrtc
+from kvsift.kernels.gated_linear import gated_linear_reference
+from kvsift.kernels.int4_weight import Int4Weight
+from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.kernels.streamed_linear import streamed_linear, streams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU")]
+SHORT = [torch.bfloat16, torch.float16]
+SHAPES = [  # (rows, out, in)
+    (1, 37, 768),  # outputs that stick out of the last tile, and fewer steps of inputs than warps
+    (1, 1024, 14336),
+    (1, 128256, 1024),  # as many tiles as a block has room for
+    (3, 6144, 4096),
+    (4, 77, 1024),
+]
+
+
+KINDS = [
+    "output",
+    "block",
+    "tensor",
+    *(f"{kind} {group}" for kind in ("int4", "int4 zeros") for group in (32, 64, 128)),
+]
+
+
+def weight_in(kind: str, num_out: int, num_in: int) -> tuple[ScaledWeight | Int4Weight, torch.Tensor]:
+    """As ``weight_of``; with one scale for all, too, and groups by their size."""
+    if kind.startswith("int4"):
+        name, group = kind.rsplit(" ", 1)
+        return weight_of(name, num_out, num_in, torch.bfloat16, int(group))  # type: ignore[return-value]
+    weight, exact = weight_of("block" if kind == "block" else "output", num_out, num_in, torch.bfloat16)
+    assert isinstance(weight, ScaledWeight)
+    if kind != "tensor":
+        return weight, exact
+    one = weight.scales[:1].contiguous()
+    return ScaledWeight(weight.values, one, num_out, num_in), weight.values.double() * one.double()
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [(), ("norm",), ("norm", "bias", "residual")], ids=str)
+@pytest.mark.parametrize(("rows", "num_out", "num_in"), SHAPES)
+def test_it_is_as_near_to_the_exact_product_as_the_reference(
+    rows: int, num_out: int, num_in: int, fused: tuple[str, ...], kind: str, dtype: torch.dtype
+) -> None:
+    weight, exact = weight_in(kind, num_out, num_in)
+    x, how = draw(rows, num_out, num_in, dtype)
+    how = {name: how[name] for name in fused}
+    assert streams(x, weight)
+    check(streamed_linear(x, weight, **how), x, weight, exact, how)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.integers(1, 4), st.integers(1, 5000), st.integers(1, 20), st.sampled_from(KINDS), st.sampled_from(SHORT),
+    st.booleans(),
+)  # fmt: skip
+def test_any_size_is_right(rows: int, num_out: int, steps: int, kind: str, dtype: torch.dtype, norm: bool) -> None:
+    weight, exact = weight_in(kind, num_out, 256 * steps)
+    x, how = draw(rows, num_out, 256 * steps, dtype)
+    if not norm:
+        del how["norm"]
+    check(streamed_linear(x, weight, **how), x, weight, exact, how)
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("kind", ["output", "block", "int4 32", "int4 zeros 128"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("inter", "num_in"), [(BLOCK * 3, 256), (20, 768), (14336, 4096)])
+def test_gates_are_multiplied_by_their_own_scales(
+    inter: int, num_in: int, rows: int, kind: str, dtype: torch.dtype
+) -> None:
+    weight, exact = weight_in(kind, 2 * inter, num_in)
+    if kind == "block" and inter % BLOCK:
+        weight = weight.finer(4)  # type: ignore[union-attr]
+    x, how = draw(rows, 2 * inter, num_in, dtype)
+    found = streamed_linear(x, weight, norm=how["norm"], gated=True)
+    gate, up = exactly(x, exact, {"norm": how["norm"]}).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert distance(found, expected) <= 2 * distance(gated_linear_reference(x, weight, norm=how["norm"]), expected)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_rows_may_have_any_size(size: float) -> None:
+    """Numbers beyond float16, whose range is small."""
+    weight, exact = weight_in("output", 64, 512)
+    x = (draw(2, 64, 512, torch.float32)[0] * torch.tensor([[size], [1.0]], device=DEVICE)).bfloat16()
+    for row, alone in zip(streamed_linear(x, weight), x):
+        expected = alone.double() @ exact.T
+        assert distance(row, expected) <= 2**-8 * float(expected.norm())
+
+
+def test_a_row_of_zeros_gives_zeros_and_one_without_numbers_none() -> None:
+    weight, _ = weight_in("output", 48, 256)
+    x = torch.zeros(2, 256, dtype=torch.bfloat16, device=DEVICE)
+    x[1, 5] = torch.nan
+    found = streamed_linear(x, weight)
+    assert not found[0].any()
+    assert found[1].isnan().all()
+
+
+def test_other_rows_are_left_to_the_twins() -> None:
+    weight, _ = weight_in("output", 48, 256)
+    x = torch.zeros(32, 256, dtype=torch.bfloat16, device=DEVICE)
+    assert streams(x[:4], weight)
+    assert not streams(x[:5], weight)
+    assert not streams(x[:4].float(), weight)
+    assert isinstance(weight, ScaledWeight)
+    assert not streams(x[:2, 1:129], ScaledWeight(weight.values[:, :128], weight.scales, 1, 128))
+    assert not streams(x[:2], weight_in("int4 96", 48, 288)[0])
