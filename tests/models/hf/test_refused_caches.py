@@ -38,16 +38,6 @@ def test_a_cache_that_cannot_hold_pages_is_refused(make: Any, reason: str) -> No
         logits(model, prompt(20), past_key_values=make(model.config))
 
 
-@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
-def test_a_cache_implementation_that_cannot_hold_pages_is_refused(kind: str) -> None:
-    model = tiny()
-    with (
-        kvsift.sparse(model, SPARSE),
-        refused(f"unsupported_call: cache_implementation='{kind}"),
-    ):
-        greedy(model, prompt(20), cache_implementation=kind)
-
-
 @pytest.mark.parametrize("kind", ["static", "offloaded"])
 @pytest.mark.parametrize(
     ("given_in", "remedy"),
