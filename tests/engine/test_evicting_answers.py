@@ -115,30 +115,6 @@ def test_a_cache_says_why_it_cannot_go_back(llama: Path) -> None:
     assert cache.get_seq_length() == 201
 
 
-@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=16", "tova"])
-def test_a_marked_cache_can_go_back_however_far(spec: str, llama: Path) -> None:
-    model = llm(llama, spec)
-    cache = model.new_cache(model.plan, 2000)
-    model.feed(cache, [5, 9] * 100)
-    cache.mark()
-    model.feed(cache, [6, 7] * 600)
-    cache.rewind()
-    model.feed(cache, [6], phase="decode")
-    said = [seq for seqs in cache.describe().values() for seq in seqs]
-    assert said
-    assert not any("queries_unknown_before" in seq for seq in said)
-
-
-@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=16", "tova"])
-def test_a_document_that_only_hides_answers_as_often_as_one_likes(spec: str, llama: Path) -> None:
-    document = llm(llama, spec).read(text_of(1200))
-    questions = ["How many sacks of corn does the third mill grind?", "Which mill?"]
-    answers = [document.ask(question, max_new_tokens=40).token_ids for question in questions]
-    for question, answer in zip(questions, answers):
-        alone = llm(llama, spec).read(text_of(1200)).ask(question, max_new_tokens=40)
-        assert answer == alone.token_ids
-
-
 @pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=8", "tova"])
 def test_beams_and_batches_free_as_well(spec: str) -> None:
     model = tiny(num_hidden_layers=3)
