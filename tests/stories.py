@@ -40,8 +40,6 @@ exec(compile(message["program"], "<string>", "exec"), {"__name__": "__main__"})
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program, which imports what it needs; its exit code and what it has written."""
     parent = _parent()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
     with TemporaryDirectory() as folder:
         message = {"program": program, "arguments": arguments, "folder": folder}
         parent.stdin.write(json.dumps(message) + "\n")

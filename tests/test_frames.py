@@ -31,8 +31,6 @@ FRAMES_TO_REPLAY = 8  # of a captured step, from the engine's step to the replay
 @pytest.fixture(scope="module")
 def house_counts() -> Any:
     spec = importlib.util.spec_from_file_location("house_counts", COUNTS)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
     spec.loader.exec_module(module)
     return module

@@ -20,7 +20,6 @@ LAYERS, BUDGET, NEW_TOKENS = 1, 256, 6
 @pytest.fixture
 def example() -> ModuleType:
     spec = spec_from_file_location("real_width_model", EXAMPLE)
-    assert spec is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module

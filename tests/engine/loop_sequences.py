@@ -89,7 +89,6 @@ def tokens(seq: Sequence) -> list[int]:
 
 
 def counters(seq: Sequence) -> dict[str, Any]:
-    assert seq.report is not None
     report = seq.report.stats.report()
     guard = [(event["position"], event["from"], event["to"]) for event in report["guard"]]
     return {key: report["phases"]["decode"][key] for key in KEYS} | {"guard": guard}

@@ -109,7 +109,6 @@ def assert_equal(seq: Sequence, alone: Sequence) -> None:
 
 
 def counters(seq: Sequence) -> dict[str, Any]:
-    assert seq.report is not None
     report = seq.report.stats.report()
     return {key: value for key, value in report["phases"]["decode"].items() if key != "select_s"} | {
         "guard": report["guard"]

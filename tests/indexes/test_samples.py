@@ -29,7 +29,6 @@ def recorded(length: int, capacity: int, cuts: list[int] | None = None) -> Query
 
 def taken(recorder: QueryRecorder) -> QuerySamples:
     samples = recorder.take()
-    assert samples is not None
     assert samples.queries.shape == (HEADS, len(samples.positions), DIM)
     return samples
 

@@ -166,13 +166,11 @@ def test_queries_that_nobody_saw_leave_blocks_to_their_mean_key() -> None:
 
 def test_the_papers_budget_is_128_initial_tokens_a_window_of_4096_and_16_blocks() -> None:
     rule = parse_plan("infllm").decode
-    assert rule is not None
     budget = rule.budget
     assert (budget.sinks, budget.window, budget.dense_layers) == (128, 4096, ())
     assert {budget.units(start, 128) for start in range(20000, 20256)} == {16}
     assert str(rule) == f"infllm:budget={budget.tokens}"
     shorter = parse_plan("infllm:local=1024:block=64").decode
-    assert shorter is not None
     assert shorter.budget.window == 1024
     assert {shorter.budget.units(start, 64) for start in range(20000, 20128)} == {16}
 

@@ -200,7 +200,6 @@ def test_the_papers_budget_is_the_default() -> None:
         if "paper" in spec and not native.available():
             continue
         rule = parse_plan(spec).decode
-        assert rule is not None
         assert (rule.budget.sinks, rule.budget.window, rule.budget.tokens) == (128, 512, 740)
         assert rule.budget.units(100_000, 1) == 100
         assert rule.budget.dense_layers == (() if "paper" in spec else (0, 1))

@@ -45,8 +45,6 @@ def test_generated_tokens_take_the_place_of_the_fewest_votes() -> None:
 
 def test_compat_brings_knobs_and_budget() -> None:
     code, paper = (parse_plan(f"snapkv:compat={compat}").decode for compat in ("code", "paper"))
-    assert code is not None
-    assert paper is not None
     assert code.method == SnapKV(heads="query", compat="code")
     assert code.budget == Budget(tokens=321, sinks=0, window=65, dense_layers=())
     assert paper.method == SnapKV(queries=32, kernel=7, pooling="max", heads="query", compat="paper")

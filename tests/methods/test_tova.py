@@ -39,7 +39,6 @@ def test_the_mean_over_heads_decides_for_all_of_them(compat: str, expected: list
 def test_compat_brings_its_budget() -> None:
     for compat, window in (("paper", 1), ("code", 2)):
         rule = parse_plan(f"tova:compat={compat}").decode
-        assert rule is not None
         assert rule.budget == Budget(tokens=513, sinks=0, window=window, dense_layers=())
 
 

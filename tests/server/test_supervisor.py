@@ -41,7 +41,6 @@ def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object
         finally:
             supervisor.stop()
             await task
-        assert supervisor._process is not None
         assert supervisor._process.returncode is not None
 
     asyncio.run(run())

@@ -45,7 +45,6 @@ def test_keydiff_that_frees_judges_by_what_is_left() -> None:
     tokens = Tokens(torch.zeros(1, 6, 2), keys, torch.zeros(1, 6, 2))
     for evict, expected in (("true", [[0, 3], [0, 3]]), ("false", [[0, 3], [3, 4]])):
         plan = parse_plan(f"keydiff:evict={evict}:budget=3:sinks=0:window=1:dense_layers=none")
-        assert plan.decode is not None
         asked = spy(plan.decode.method)
         Runner(plan, shape=LayerShape(2, 1, 1, 2, 1.0)).feed_all(tokens, 4, [4, 5])
         assert [question.selection.units[0].tolist() for question in asked] == expected

@@ -172,7 +172,6 @@ def test_what_learns_from_keys_alone_wants_no_queries() -> None:
     assert not traits["flat"].wants_queries
     assert RetrievalAttention(block=BLOCK).traits.seals
     rule = parse_plan("retrieval_attention:block=16384").decode
-    assert rule is not None
     assert rule.method.block == 16384
 
 

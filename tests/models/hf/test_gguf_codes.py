@@ -44,7 +44,6 @@ def test_products_are_as_near_to_the_expanded_weights_as_inputs_in_8_bits(
     num_in = num_wide * GGML_QUANT_SIZES[kind][0]
     tensor = random_tensor(kind, num_out, num_in, seed)
     matrix = packed_matrix(tensor)
-    assert matrix is not None
     assert matrix.shape == tensor.shape
     assert matrix.tiles.numel() * 8 == BITS[kind.name] * -(-num_out // 16) * 16 * num_in
     weights = torch.from_numpy(tensor.expand(0, num_out)).double()
