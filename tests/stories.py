@@ -4,8 +4,6 @@ Importing both takes five seconds of a processor. A forked process has no thread
 top level, and ends as any Python does.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -4,8 +4,6 @@ A reader who follows a token through the package opens these files and these fun
 are what they were when they were last lowered; ``lab/house_counts.py --step --chain`` prints the present numbers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

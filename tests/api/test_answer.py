@@ -1,7 +1,5 @@
 """What an answer says about itself: times without what is not the method's, counters that can be worked out by hand."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

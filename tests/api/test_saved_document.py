@@ -1,7 +1,5 @@
 """Saved documents: opened again, they answer as the document that was saved, bit for bit, or they are refused."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

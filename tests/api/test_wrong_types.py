@@ -1,7 +1,5 @@
 """What is no text, no whole number or no option is refused with what was given, not with an internal error."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

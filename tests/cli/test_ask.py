@@ -1,7 +1,5 @@
 """kvsift ask: one JSON document with every number, the same answers however a plan is spelt, and no silent dense."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO, TextIOWrapper
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--plan auto: the plan that was tuned for the model, and what is said without one."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """kvsift generate: the text goes on, on stdout and nothing else there."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO, TextIOWrapper
 from pathlib import Path

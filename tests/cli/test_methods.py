@@ -1,7 +1,5 @@
 """kvsift methods, doctor and --version: what there is, for people and as JSON."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """kvsift as a process: how fast it starts, what it imports, what it leaves on its streams and in its exit code."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

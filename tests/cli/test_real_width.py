@@ -1,7 +1,5 @@
 """A model of Llama-3-8B's attention shape, as wide as the real one: the whole road from the example to the answer."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the output goes: a full disk, and an encoding that lacks characters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

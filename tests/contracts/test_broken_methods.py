@@ -4,8 +4,6 @@ Each below is Quest, or the stateful toy, with one mistake that people make. No 
 them: the same functions that the catalogue must pass run here, and at least one must object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

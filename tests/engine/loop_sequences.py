@@ -1,7 +1,5 @@
 """Sequences of the loop in captured steps, and histories of such sequences."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path

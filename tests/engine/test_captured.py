@@ -1,7 +1,5 @@
 """On a GPU: captured steps give the tokens of the same steps run one by one, and those of the composed path."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

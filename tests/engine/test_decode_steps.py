@@ -1,8 +1,6 @@
 """The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, sequence by
 sequence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents of one LLM share its pool of pages: what each answers, and what goes back."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

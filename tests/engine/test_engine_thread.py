@@ -1,7 +1,5 @@
 """The thread of the engine: what it starts with, what ends it, and what never reaches it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Answers whose memory falls to the budget: the same text, fewer bytes, and what cannot be asked any more."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact decoding: the tokens of dense attention, whatever the plan drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact and deterministic answers in captured steps; here the steps run without graphs, on a GPU with them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from time import sleep

@@ -1,7 +1,5 @@
 """One prompt cannot end another: what fails while a token, its text or the answer is made ends that answer alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What generation_config.json asks for is applied as by generate(), or named when the model is loaded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Answers under a guard: a budget that recovers too little doubles, on both decode paths alike, and answers say it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

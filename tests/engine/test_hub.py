@@ -1,7 +1,5 @@
 """Models by their name on huggingface.co, without a network: what is downloaded, and what is said when it cannot be."""
 
-from __future__ import annotations
-
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequences of one batch are dense or sparse by themselves: each answers and counts as it does alone."""
 
-from __future__ import annotations
-
 import random
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sequences under RetrievalAttention by blocks share prefixes: what was learned of a prompt is learned once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

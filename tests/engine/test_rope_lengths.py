@@ -1,7 +1,5 @@
 """Models whose RoPE depends on the length: prompt and answer decide the rotation, whatever the chunks or the path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences of the loop: what each answers, counts and leaves behind is what it would alone, bit for bit on a CPU."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import abc

@@ -1,7 +1,5 @@
 """Text as its tokens come: pieces add up, whatever is remembered of what came before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

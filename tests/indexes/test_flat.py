@@ -1,7 +1,5 @@
 """A scan finds the best keys, whatever the sizes, with codes and without, and whatever happens to the keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from indexes.brute_force import Layers, assert_exact, needs_core

@@ -4,8 +4,6 @@ An index that looks at everything answers as brute force does. A thousand search
 KVSIFT_FUZZ=10000 makes ten thousand.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

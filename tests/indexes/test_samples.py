@@ -1,7 +1,5 @@
 """Which queries of a prompt are kept: evenly spread, the newest ones in any case, whatever the chunks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

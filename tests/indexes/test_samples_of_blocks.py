@@ -1,7 +1,5 @@
 """Queries that are kept of a block: they depend on the block alone, whatever the chunks and roll-backs in reach."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

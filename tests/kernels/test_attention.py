@@ -1,7 +1,5 @@
 """Attention kernels against the textbook formula in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.paged_cases import rounding

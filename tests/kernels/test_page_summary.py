@@ -1,7 +1,5 @@
 """Page summaries: bounds stay bounds in every dtype, estimates are what they say, padding counts for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

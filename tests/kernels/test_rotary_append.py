@@ -1,7 +1,5 @@
 """The head of a decode step's attention: head norms, rotation and store, as transformers computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

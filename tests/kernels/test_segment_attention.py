@@ -1,7 +1,5 @@
 """Segments over listed tokens and their own past: the reference against attention with a mask, the twin against it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Run statistics: bytes, recall and recovery against their definitions, exact however long a run is."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

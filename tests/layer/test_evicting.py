@@ -1,7 +1,5 @@
 """Dropping for good: the answers of hiding, with memory that really falls, and clear words about what it rules out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

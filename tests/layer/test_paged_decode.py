@@ -1,7 +1,5 @@
 """The fast path of a decode step: the budget's arithmetic on the device, and the composed path's answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

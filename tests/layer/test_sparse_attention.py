@@ -1,7 +1,5 @@
 """Where a method meets a store: order of events, phases, plans that change, logits that models bend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

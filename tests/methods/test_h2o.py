@@ -1,7 +1,5 @@
 """H2O keeps the tokens with the largest sum of weights over past queries, by KV head, and drops the lowest for good."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """InfiniGen: how many tokens are wanted, which, by which channels, and of which query."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

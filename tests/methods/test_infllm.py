@@ -1,7 +1,5 @@
 """InfLLM: what stands for a block, which blocks are chosen, and from where they are seen."""
 
-from __future__ import annotations
-
 from math import inf, log
 from typing import Any
 

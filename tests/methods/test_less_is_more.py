@@ -1,7 +1,5 @@
 """LessIsMore and TidalDecode: who chooses, who reuses, and what layers that choose see."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loki with axes from a file, and which files are refused."""
 
-from __future__ import annotations
-
 from math import log
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MagicPIG: hand-computed probabilities, samples by the formula written out, an estimate that is right on average."""
 
-from __future__ import annotations
-
 from math import pi
 from typing import Any
 

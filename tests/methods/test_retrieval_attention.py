@@ -1,8 +1,6 @@
 """RetrievalAttention selects what an exact search selects, wherever its index looks at everything, and remembers what
 it needs of a sequence: queries of the prompt, and indexes that survive forks and roll-backs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

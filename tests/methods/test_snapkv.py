@@ -1,7 +1,5 @@
 """SnapKV keeps the tokens that the last queries of the prompt vote for, and generated tokens while there is room."""
 
-from __future__ import annotations
-
 from methods.weighted import seen, weighted
 
 from kvsift.methods.snapkv import SnapKV

@@ -1,7 +1,5 @@
 """SparQ in decode: channels, shares, and the mean value in place of what is not seen."""
 
-from __future__ import annotations
-
 from math import log, sqrt
 from typing import Any
 

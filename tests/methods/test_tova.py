@@ -1,7 +1,5 @@
 """TOVA keeps the tokens that the query before weighs most, by the mean of all heads, and drops the others for good."""
 
-from __future__ import annotations
-
 import pytest
 from contracts.harness import SHAPE, draw_tokens
 from methods.weighted import compare, seen, simulate, softmax_over, weighted

@@ -1,7 +1,5 @@
 """Tokens with attention weights written by hand, and which tokens each query sees: of a run, and the slow way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Every causal language model of the installed transformers answers as stock, or is refused with a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

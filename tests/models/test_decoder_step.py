@@ -1,7 +1,5 @@
 """Which models take fused steps, and what joining their weights leaves of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode steps in one call of the compiled core: the bits, the cache and the counters of composed steps."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

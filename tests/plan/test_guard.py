@@ -1,7 +1,5 @@
 """The guard's decisions: what follows from probes, without a model."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any

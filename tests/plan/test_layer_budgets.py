@@ -1,7 +1,5 @@
 """Budgets by layer and by head: the arithmetic, and what is counted when they run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tuned plans: where plan=auto finds them, and what it says where it finds none."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Clients that are slow, that send too much or something else, and that are too many. No engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

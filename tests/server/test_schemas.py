@@ -1,7 +1,5 @@
 """Bodies of requests: what is accepted, and how the rest is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine process is watched, replaced and ended, with one that has no model."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """A store that drops tokens holds exactly what was kept, in order, and its bytes fall."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The attention benchmark on a CPU: what is compared is right, what cannot run is named, floors count the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs of both benchmarks on a GPU, captured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kvsift_lab.bench import attention_variants, machine

@@ -1,7 +1,5 @@
 """What a dump holds is what attention saw: keys as stored, queries at their positions, turned back and forth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables, text and charts of results."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

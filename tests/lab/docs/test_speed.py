@@ -1,7 +1,5 @@
 """Pages about speed: rendered from results, and sensible without."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

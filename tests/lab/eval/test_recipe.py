@@ -1,7 +1,5 @@
 """Recipes: checked before anything runs, complete with what every result is held against."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

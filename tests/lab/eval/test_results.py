@@ -1,7 +1,5 @@
 """A results directory outlives kills, full disks and recipes that changed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

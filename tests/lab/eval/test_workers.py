@@ -1,7 +1,5 @@
 """Worker processes give results as they come, and whatever ends one ends the run with a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from multiprocessing import active_children
 from time import monotonic

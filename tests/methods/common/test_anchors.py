@@ -1,7 +1,5 @@
 """Anchor files: what is refused, whose selection a layer takes, and which head's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

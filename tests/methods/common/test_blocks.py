@@ -1,7 +1,5 @@
 """Two levels of page scores against the rule written out a block and a page at a time."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest

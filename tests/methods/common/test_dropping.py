@@ -1,7 +1,5 @@
 """Methods that drop tokens for good: what is gone stays gone, and taking tokens back takes back what they dropped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, assert_same_answer, draw_tokens, revealing_tokens, spy

@@ -1,7 +1,5 @@
 """Heads of methods that drop, sharing what they keep in all: the rule the slow way, and what must not show."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import product

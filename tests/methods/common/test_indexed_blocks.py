@@ -1,7 +1,5 @@
 """RetrievalAttention by blocks: an index depends on the tokens up to the end of its block, and on nothing else."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

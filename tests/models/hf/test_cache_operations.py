@@ -1,7 +1,5 @@
 """The operations that generate() and its users call on a cache: cropping, and choosing and repeating rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import SPARSE, greedy, logits, prompt, ragged, tiny

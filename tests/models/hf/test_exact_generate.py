@@ -1,7 +1,5 @@
 """A budget that covers the context changes nothing: generate() gives eager attention's tokens, however it is asked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Packed GGUF tensors as packed matrices, against the dequantisation of the gguf package."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

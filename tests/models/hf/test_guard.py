@@ -1,7 +1,5 @@
 """The guard in transformers' generate(): each row has its own, which goes with the row wherever it is copied or cut."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads of a layer that share a budget: the model sees as much as the plan says, and other tokens than without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import greedy, prompt, ragged, tiny

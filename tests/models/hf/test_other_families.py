@@ -1,8 +1,6 @@
 """Beyond the families that everything is tested on: whatever uses the attention interface runs, linear layers beside
 full ones included, which stay as they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

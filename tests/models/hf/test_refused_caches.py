@@ -1,7 +1,5 @@
 """Caches that cannot hold pages, or hold what kvsift has not seen, are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs that would be answered wrongly are refused, with the reason and a way out."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Threads that run one model in one block, or one cache after another: each conversation has a state of its own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
