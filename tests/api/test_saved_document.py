@@ -344,10 +344,7 @@ def test_a_document_made_of_tokens_has_no_text_to_save(llama: Path, path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"dtype": "bfloat16"},
-            "other_model: Give dtype=float32",
-        ),
+        ({"dtype": "bfloat16"}, "other_model: Give dtype=float32"),
         ({"chunk_size": 100}, "other_model: this LLM has chunk_size=100"),
         ({"plan": f"{QUOKA},decode={QUEST}"}, "other_model: the plan prefill=quoka"),
     ],

@@ -236,17 +236,7 @@ def test_for_a_person_there_is_a_table_with_questions_answers_and_proof(
     monkeypatch.setenv("COLUMNS", "160")
     outcome = ask("--plan", PLAN, "--compare", "dense", question=("Why?", "How many sacks?"))
     assert (outcome.code, outcome.err) == (0, "")
-    for shown in (
-        "Why?",
-        "How many sacks?",
-        PLAN,
-        "dense",
-        "TTFT",
-        "TPOT",
-        "density",
-        "100.0 %",
-        "KV cache",
-    ):
+    for shown in ("Why?", "How many sacks?", PLAN, "dense", "TTFT", "TPOT", "density", "100.0 %", "KV cache"):
         assert shown in outcome.out
 
 

@@ -20,10 +20,7 @@ from kvsift.engine.sampling import CHOICES
 from kvsift.engine.sequence import Sequence
 from kvsift.plan.syntax import parse_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 QUEST = "quest:budget=256:window=32:dense_layers=0"
 PLANS = (

@@ -10,12 +10,7 @@ from torch import Tensor
 from turns import in_turns
 
 from kvsift.kernels.attention import attention_reference
-from kvsift.kernels.segment_attention import (
-    Rows,
-    Span,
-    segment_attention_reference,
-    segment_attention_triton,
-)
+from kvsift.kernels.segment_attention import Rows, Span, segment_attention_reference, segment_attention_triton
 from kvsift.types import Part
 
 SHAPES = [  # KV heads, lists, query heads, head_dim, page_size

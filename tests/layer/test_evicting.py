@@ -7,17 +7,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.checks import ALL_CHECKS
-from contracts.harness import (
-    SHAPE,
-    Case,
-    Check,
-    Runner,
-    assert_same_answer,
-    cases,
-    draw_tokens,
-    examples,
-    small,
-)
+from contracts.harness import SHAPE, Case, Check, Runner, assert_same_answer, cases, draw_tokens, examples, small
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused

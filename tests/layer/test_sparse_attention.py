@@ -5,16 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from contracts.harness import (
-    SHAPE,
-    Runner,
-    Tokens,
-    answers,
-    assert_same_answer,
-    draw_tokens,
-    revealing_tokens,
-    spy,
-)
+from contracts.harness import SHAPE, Runner, Tokens, answers, assert_same_answer, draw_tokens, revealing_tokens, spy
 from contracts.toy import RememberedMeans
 from torch import Tensor
 
@@ -136,8 +127,7 @@ def test_segments_are_cut_at_absolute_positions_wherever_a_chunk_begins() -> Non
 
 def test_prompt_tokens_follow_the_prefill_rule_and_generated_ones_the_decode_rule() -> None:
     plan = Plan(
-        prefill=Rule(StreamingLLM(), Budget(tokens=8, dense_layers=())),
-        decode=Rule(OracleTokens(), SMALL_BUDGET),
+        prefill=Rule(StreamingLLM(), Budget(tokens=8, dense_layers=())), decode=Rule(OracleTokens(), SMALL_BUDGET)
     )
     runner = Runner(plan)
     runner.feed(draw_tokens(60, 0), decode_tokens=5)

@@ -93,9 +93,7 @@ def formula(method: InfLLM, raw: Tokens, question: Asked) -> Tensor:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "knobs",
-    [{}, {"compat": "paper"}, {"positions": "absolute"}, {"local": 40}, {"representatives": 4}],
-    ids=str,
+    "knobs", [{}, {"compat": "paper"}, {"positions": "absolute"}, {"local": 40}, {"representatives": 4}], ids=str
 )
 def test_the_blocks_are_those_of_the_formula(knobs: dict[str, Any], phase: str) -> None:
     """With ``local`` beyond the window, some candidates are still being asked for."""

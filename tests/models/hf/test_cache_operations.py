@@ -28,9 +28,7 @@ def steps(model: PreTrainedModel, cache: SparseCache, mask: Tensor, num_steps: i
         mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.long)], 1)
         tokens = torch.full((len(mask), 1), step + 1)
         positions = mask.sum(1, keepdim=True) - 1
-        answers.append(
-            logits(model, tokens, attention_mask=mask, position_ids=positions, past_key_values=cache),
-        )
+        answers.append(logits(model, tokens, attention_mask=mask, position_ids=positions, past_key_values=cache))
     return torch.cat(answers, 1)
 
 
