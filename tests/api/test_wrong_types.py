@@ -54,20 +54,6 @@ def test_a_prompt(llm: LLM, arguments: list[Any], options: dict[str, Any], messa
         llm.generate(*arguments, **options)
 
 
-def test_a_document_and_its_question(llm: LLM) -> None:
-    with refused("invalid_value: context"):
-        llm.read(b"abc")  # type: ignore[arg-type]
-    with refused("invalid_value: PosixPath"):
-        llm.read(Path("manual.txt"))  # type: ignore[arg-type]
-    with refused("invalid_value: stop=5"):
-        llm.read("A text.", stop=5)  # type: ignore[arg-type]
-    document = llm.read("A text of some length, which nobody asks about yet.")
-    with refused("invalid_value: question"):
-        document.ask(["a", "b"])  # type: ignore[arg-type]
-    with refused("unknown_name: option"):
-        document.ask("Why?", n=2)  # type: ignore[call-arg]
-
-
 ANYTHING: list[Any] = [
     None, 5, -1, "x", "", [], {}, float("nan"), float("inf"), -float("inf"), 10**400, True, np.int64(3),
     np.float32(0.5), Path("x"), b"x", object(), torch.tensor(3), [None], "x" * 5000, "a\0b",
@@ -160,6 +146,9 @@ def test_whatever_is_given_is_taken_or_refused_by_name(entry: str, llm: LLM) -> 
     [
         ("model", 5, "invalid_value: model=5"),
         ("opened", None, "invalid_value: path=None"),
+        ("context", b"abc", "invalid_value: context"),
+        ("context", Path("manual.txt"), "invalid_value: PosixPath"),
+        ("question", ["a", "b"], "invalid_value: question"),
         ("path", "fast", "unknown_name: 'fast'"),
         ("dense_below", -1, "invalid_value: dense_below=-1"),
         ("dense_below", "never", "invalid_value: dense_below='never'"),
