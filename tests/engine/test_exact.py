@@ -7,6 +7,7 @@ from ends import Dictated
 from engine.exact_models import PATHS, new_llm, same
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
+from turns import in_turns
 
 import kvsift
 from kvsift import LLM, Sampling, native
@@ -60,8 +61,7 @@ def write_wide(folder: Path, family: str) -> Path:
     return write_model(folder, family, head_dim=32, hidden_size=64, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "sampling"), in_turns(PLANS, SAMPLINGS))
 def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sampling | None) -> None:
     in_graphs = llm.fast_path.is_required
     if in_graphs and not plan.startswith(("sketch", "quest", "dense")):

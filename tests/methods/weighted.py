@@ -114,7 +114,7 @@ class Keys:
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.given[:, start:stop]
 
-    borrow = keys
+    borrow = borrow_in_place = keys
 
     def counted(self, remembered: Tensor) -> Tensor:
         self.read += remembered.numel() * remembered.element_size()
