@@ -3,8 +3,6 @@
 The default Hypothesis profile repeats exactly; ``first_failure`` does not shrink, for tests that expect a failure.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Models whose answers end at given tokens alone, or say a given text, whatever they would say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from itertools import chain, repeat
 

@@ -1,7 +1,5 @@
 """What tests say of refusals: their code and the value that was given. Wording is in contracts/messages.txt."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Importing both takes five seconds of a processor. A forked process has no thread
 top level, and ends as any Python does.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -40,8 +38,6 @@ exec(compile(message["program"], "<string>", "exec"), {"__name__": "__main__"})
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program, which imports what it needs; its exit code and what it has written."""
     parent = _parent()
-    assert parent.stdin is not None
-    assert parent.stdout is not None
     with TemporaryDirectory() as folder:
         message = {"program": program, "arguments": arguments, "folder": folder}
         parent.stdin.write(json.dumps(message) + "\n")

@@ -1,7 +1,5 @@
 """Fingerprints of model directories: equal for copies, and for nothing else."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

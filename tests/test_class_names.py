@@ -1,7 +1,5 @@
 """No class name twice in kvsift and its laboratory: a name means one thing in the whole tree."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Imports without collections of garbage leave the collector as it was."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

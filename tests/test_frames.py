@@ -4,8 +4,6 @@ A reader who follows a token through the package opens these files and these fun
 are what they were when they were last lowered; ``lab/house_counts.py --step --chain`` prints the present numbers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -31,8 +29,6 @@ FRAMES_TO_REPLAY = 8  # of a captured step, from the engine's step to the replay
 @pytest.fixture(scope="module")
 def house_counts() -> Any:
     spec = importlib.util.spec_from_file_location("house_counts", COUNTS)
-    assert spec is not None
-    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
     spec.loader.exec_module(module)
     return module

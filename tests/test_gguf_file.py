@@ -1,7 +1,5 @@
 """GGUF files: every type of the package, parts, and files that lie."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ imports transformers and only the plugin vllm. What a user waits for first, ``im
 --help``, loads neither transformers nor torch.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

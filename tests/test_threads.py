@@ -1,7 +1,5 @@
 """Threads that wait sleep soon, fewer run beside other processes where they cannot, and a user's own settings win."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which combinations are tried where all of them would say the same: every value of each, not every pair."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 

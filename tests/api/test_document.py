@@ -1,7 +1,5 @@
 """Documents: read once, asked often; every question finds the cache as if it were the first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from time import sleep
 from typing import Any

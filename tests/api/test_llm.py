@@ -1,7 +1,5 @@
 """LLM.generate: transformers' own tokens when dense; a stream that adds up to the text; stops and ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

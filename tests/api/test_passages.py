@@ -1,7 +1,5 @@
 """Passages: the characters of a document that decode steps selected."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved documents: opened again, they answer as the document that was saved, bit for bit, or they are refused."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -198,16 +196,6 @@ def test_keys_and_values_in_8_bits_are_saved_as_they_are_stored(
         LLM(llama, plan, dtype=dtype, device="cpu").open(path)
 
 
-@pytest.mark.parametrize("path_name", ["eager", "composed"])
-def test_captured_steps_continue_with_an_opened_document(path_name: str, llama: Path, saved: Path) -> None:
-    llm = LLM(llama, QUEST, path=path_name, probe_every=0)
-    document, opened = llm.read(TEXT), llm.open(saved, progress=unread)
-    for plan in (QUEST, "dense", QUEST):
-        answers = [each.ask(QUESTION, plan=plan, max_new_tokens=8) for each in (document, opened)]
-        assert answers[0].token_ids == answers[1].token_ids
-        assert answers[0].path.split(":")[0] == answers[1].path.split(":")[0] == path_name
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_keep_the_rotation_of_the_saved_document(kind: str, tmp_path: Path, path: Path) -> None:
     llm = LLM(write_model(tmp_path / "m", **rope(kind)), "dense")
@@ -346,10 +334,7 @@ def test_a_document_made_of_tokens_has_no_text_to_save(llama: Path, path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"dtype": "bfloat16"},
-            "other_model: Give dtype=float32",
-        ),
+        ({"dtype": "bfloat16"}, "other_model: Give dtype=float32"),
         ({"chunk_size": 100}, "other_model: this LLM has chunk_size=100"),
         ({"plan": f"{QUOKA},decode={QUEST}"}, "other_model: the plan prefill=quoka"),
     ],

@@ -1,7 +1,5 @@
 """Warmed up, a model answers its first prompts with memory and steps that are there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

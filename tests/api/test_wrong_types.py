@@ -1,7 +1,5 @@
 """What is no text, no whole number or no option is refused with what was given, not with an internal error."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -54,20 +52,6 @@ def llm(llama: Path) -> LLM:
 def test_a_prompt(llm: LLM, arguments: list[Any], options: dict[str, Any], message: str) -> None:
     with refused(message):
         llm.generate(*arguments, **options)
-
-
-def test_a_document_and_its_question(llm: LLM) -> None:
-    with refused("invalid_value: context"):
-        llm.read(b"abc")  # type: ignore[arg-type]
-    with refused("invalid_value: PosixPath"):
-        llm.read(Path("manual.txt"))  # type: ignore[arg-type]
-    with refused("invalid_value: stop=5"):
-        llm.read("A text.", stop=5)  # type: ignore[arg-type]
-    document = llm.read("A text of some length, which nobody asks about yet.")
-    with refused("invalid_value: question"):
-        document.ask(["a", "b"])  # type: ignore[arg-type]
-    with refused("unknown_name: option"):
-        document.ask("Why?", n=2)  # type: ignore[call-arg]
 
 
 ANYTHING: list[Any] = [
@@ -162,6 +146,9 @@ def test_whatever_is_given_is_taken_or_refused_by_name(entry: str, llm: LLM) -> 
     [
         ("model", 5, "invalid_value: model=5"),
         ("opened", None, "invalid_value: path=None"),
+        ("context", b"abc", "invalid_value: context"),
+        ("context", Path("manual.txt"), "invalid_value: PosixPath"),
+        ("question", ["a", "b"], "invalid_value: question"),
         ("path", "fast", "unknown_name: 'fast'"),
         ("dense_below", -1, "invalid_value: dense_below=-1"),
         ("dense_below", "never", "invalid_value: dense_below='never'"),

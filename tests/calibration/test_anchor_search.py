@@ -1,7 +1,5 @@
 """The search for anchors against every set of them."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from math import inf
 

@@ -1,7 +1,5 @@
 """What layers recover with the selections of others: against dense attention, and in a case with a known answer."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import inf
 from pathlib import Path

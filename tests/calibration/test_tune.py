@@ -1,8 +1,6 @@
 """The search for a plan: against what trying everything would find, where times and distances are known; where it was
 stopped, it goes on; and layers that share selections are found in a model that is built so."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line as its user meets it: run in this process, in a folder whose files are watched."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """A program at a pseudo-terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

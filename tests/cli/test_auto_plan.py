@@ -1,7 +1,5 @@
 """--plan auto: the plan that was tuned for the model, and what is said without one."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -9,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.watched import Refused, Run
+from cli.watched import Run
 
 from kvsift.checkpoint import fingerprint
 from kvsift.plan.syntax import parse_plan
@@ -44,19 +42,3 @@ def test_every_command_reports_the_plan_that_auto_is(
                     "--max-new-tokens", 1, "--methods", "none", "--json")  # fmt: skip
     assert json.loads(explained.out)["plan"] == PLAN
     assert not caplog.messages
-
-
-def test_without_a_tuned_plan_one_line_names_the_command_that_finds_one(
-    run: Run, tuned: Path, text: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tuned / FILE).unlink()
-    outcome = run("ask", "--model", tuned, "--plan", "auto", "--compare", "auto", "--context", text,
-                  "--question", "What is ground?", "--max-new-tokens", 1, "--json")  # fmt: skip
-    assert outcome.document["plan"] == "sketch:budget=1024:min_recovery=0.5"
-    [said] = caplog.messages
-    assert said.endswith(f"kvsift tune {tuned} finds a plan.")
-
-
-@pytest.mark.parametrize("plan", ["auto:budget=512", "decode=auto", "auto,prefill=quoka"])
-def test_auto_beside_other_spellings_is_refused(refused: Refused, text: Path, plan: str) -> None:
-    assert "auto stands alone" in refused("ask", "--context", text, "--question", "What?", "--plan", plan)

@@ -1,8 +1,6 @@
 """kvsift calibrate: what it writes is what the model's keys and queries are, and methods find it; with
 --layers, the tables, the file, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

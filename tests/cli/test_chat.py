@@ -1,7 +1,5 @@
 """kvsift chat at a terminal and in a pipe: answers, commands, interrupts, exit codes."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """The demo does what the README says: every hidden fact is found, sifted and dense."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvsift.cli.demo import FACTS, PLAN, demo

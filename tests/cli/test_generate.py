@@ -1,7 +1,5 @@
 """kvsift generate: the text goes on, on stdout and nothing else there."""
 
-from __future__ import annotations
-
 import json
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -31,6 +29,7 @@ def test_json_is_one_document_with_the_text_and_its_numbers(generate: Run, model
     document = outcome.document
     assert outcome.err == ""
     assert (document["text"], document["token_ids"]) == (answer.text, answer.token_ids)
+    assert document["token_ids"] == generate("--prompt", text.read_text(), "--json").document["token_ids"]
     assert document["prompt_tokens"] == 901
     assert 0 < document["density"] < 0.2
     assert document["plan"] == PLAN
@@ -42,12 +41,6 @@ def test_for_a_person_stdout_is_the_text_and_stderr_the_proof(generate: Run, tex
     assert outcome.code == 0
     assert outcome.out == expected + "\n"
     assert "density" in outcome.err
-
-
-def test_a_prompt_on_the_command_line_is_the_prompt_in_a_file(generate: Run, text: Path) -> None:
-    from_file = generate("--prompt-file", text, "--json").document
-    from_line = generate("--prompt", text.read_text(), "--json").document
-    assert from_file["token_ids"] == from_line["token_ids"]
 
 
 def test_a_stop_ends_the_text(generate: Run, text: Path) -> None:

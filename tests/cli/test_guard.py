@@ -1,7 +1,5 @@
 """A budget that doubled, as a user of the commands learns of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands of kvsift-lab, which may not be installed."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

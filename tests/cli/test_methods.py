@@ -1,7 +1,5 @@
 """kvsift methods, doctor and --version: what there is, for people and as JSON."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -100,11 +98,7 @@ def test_the_defaults_that_methods_names_are_those_that_a_plan_gets(run: Run) ->
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package whose entry points lead nowhere, to what is no method, and to one that is."""
-    there = {
-        "broken": "my_package.nothere:Nope",
-        "no_method": "pathlib:Path",
-        "fine": "contracts.toy:RememberedMeans",
-    }
+    there = {"broken": "my_package.nothere:Nope", "no_method": "pathlib:Path", "fine": "contracts.toy:RememberedMeans"}
     dist = SimpleNamespace(name="my-package")
     points = [SimpleNamespace(name=name, value=value, dist=dist) for name, value in there.items()]
     monkeypatch.setattr("kvsift.methods.entry_points", lambda group: points)

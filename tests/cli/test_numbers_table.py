@@ -1,7 +1,5 @@
 """Tables of plans on terminals of any width: nothing is cut off, and neither words nor numbers are broken."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

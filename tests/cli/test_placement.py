@@ -1,7 +1,5 @@
 """--placement and kvsift bench split, as their user meets them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

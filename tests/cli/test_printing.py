@@ -1,7 +1,5 @@
 """Progress is a line every ten seconds where stderr is a log, and nothing under --quiet; terminals execute no text."""
 
-from __future__ import annotations
-
 import sys
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model of Llama-3-8B's attention shape, as wide as the real one: the whole road from the example to the answer."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,7 +18,6 @@ LAYERS, BUDGET, NEW_TOKENS = 1, 256, 6
 @pytest.fixture
 def example() -> ModuleType:
     spec = spec_from_file_location("real_width_model", EXAMPLE)
-    assert spec is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module

@@ -1,7 +1,5 @@
 """kvsift --threads: as many threads as are asked for; and what doctor says about how they wait."""
 
-from __future__ import annotations
-
 from inspect import signature
 from pathlib import Path
 from typing import Any

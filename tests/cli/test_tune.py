@@ -1,7 +1,5 @@
 """kvsift tune: what it prints, where the plan goes, and that plan=auto takes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A check takes a factory of methods and a phase that they select in; it raises As
 broken. ``ALL_CHECKS`` is what a method must pass; nothing here knows any method by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

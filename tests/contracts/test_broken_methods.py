@@ -1,14 +1,12 @@
 """The contract suite catches broken methods that it has never heard of.
 
-Each class below is Quest, or the stateful toy, with one mistake that people make. No check was written for any of
+Each below is Quest, or the stateful toy, with one mistake that people make. No check was written for any of
 them: the same functions that the catalogue must pass run here, and at least one must object.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -21,11 +19,20 @@ from torch import Tensor
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.quest import Quest
 from kvsift.methods.scoring import top_units
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+from kvsift.types import Candidates, KVReader, LayerShape, Selection
 
 pytestmark = pytest.mark.slow  # it tests the contracts, not the methods
 
-SelectArguments = tuple[Any, LayerShape, Tensor, int, Candidates, Limit, KVReader]
+
+class Question(NamedTuple):
+    """What a method is asked."""
+
+    state: Any
+    shape: LayerShape
+    queries: Tensor
+    start: int
+    candidates: Candidates
+    reader: KVReader
 
 
 @dataclass(frozen=True)
@@ -33,160 +40,152 @@ class SmallQuest(Quest):
     page_size: int = 4
 
 
-@dataclass(frozen=True)
-class DropsNewestPage(SmallQuest):
+Scores, Answer = Callable[[Question], Tensor], Callable[[Question], Selection]
+BROKEN: list[tuple[type[Method], Phase]] = []
+
+
+def selects(mistake: Callable[[Answer, Question, int], Selection]) -> None:
+    """A method that answers otherwise than Quest, which it may ask; given the limit."""
+
+    def select(self: SmallQuest, *given: Any) -> Selection:
+        def quest(question: Question) -> Selection:
+            return SmallQuest.select(self, *question[:5], given[5], question.reader)
+
+        return mistake(quest, Question(*given[:5], given[6]), given[5].units)
+
+    BROKEN.append((type(mistake.__name__, (SmallQuest,), {"select": select, "__doc__": mistake.__doc__}), "decode"))
+
+
+def scores(mistake: Callable[[Scores, Question], Tensor]) -> None:
+    """A method that scores otherwise than Quest, which it may ask."""
+
+    def score(self: SmallQuest, *given: Any) -> Tensor:
+        return mistake(lambda question: SmallQuest.score(self, *question), Question(*given))
+
+    BROKEN.append((type(mistake.__name__, (SmallQuest,), {"score": score, "__doc__": mistake.__doc__}), "decode"))
+
+
+@selects
+def drops_newest_page(quest: Answer, question: Question, units: int) -> Selection:
     """Ranks every page but the last, as if the last were always incomplete."""
-
-    def select(self, *given: Any) -> Selection:
-        state, shape, queries, start, candidates, limit, reader = given
-        older = Candidates(candidates.first, max(candidates.count - 1, 1), candidates.unit_size)
-        return super().select(state, shape, queries, start, older, limit, reader)
+    first, count, unit_size = question.candidates.first, question.candidates.count, question.candidates.unit_size
+    return quest(question._replace(candidates=Candidates(first, max(count - 1, 1), unit_size)))
 
 
-@dataclass(frozen=True)
-class ScoresNewestPageLow(SmallQuest):
+@selects
+def scores_newest_page_low(quest: Answer, question: Question, units: int) -> Selection:
     """Pads the newest page with the smallest number and never lets it in: -1 where it would have been."""
-
-    def select(self, *given: Any) -> Selection:
-        selection, candidates = super().select(*given), given[4]
-        newest = selection.units == candidates.stop - 1
-        return Selection(selection.units.masked_fill(newest, -1), selection.unit_size)
+    selection = quest(question)
+    return Selection(selection.units.masked_fill(selection.units == question.candidates.stop - 1, -1), 4)
 
 
-@dataclass(frozen=True)
-class RemembersInTheClass(SmallQuest):
-    """Caches the summaries of pages by layer, for all sequences of the process."""
-
-    seen: ClassVar[dict[int, Tensor]] = {}
-
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        rows = self.seen.get(shape.layer)
-        if rows is None or rows.shape[1] < candidates.stop:
-            rows = self.seen[shape.layer] = reader.summary("minmax", slice(0, candidates.stop)).clone()
-        grouped = queries.unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)
-        halves = rows[:, candidates.units].chunk(2, -1)
-        scores = grouped.clamp_min(0) @ halves[0].mT + grouped.clamp_max(0) @ halves[1].mT
-        return scores.reshape(shape.num_query_heads, queries.shape[1], -1) * shape.scale
-
-
-@dataclass(frozen=True)
-class RemembersLastChoice(SmallQuest):
+@selects
+def remembers_last_choice(
+    quest: Answer, question: Question, units: int, last: dict[int, Selection] = {}  # noqa: B006
+) -> Selection:  # fmt: skip
     """Keeps one choice per layer for all sequences and reuses it every other time."""
-
-    last: ClassVar[dict[int, Selection]] = {}
-
-    def select(self, *given: Any) -> Selection:
-        layer = given[1].layer
-        last = self.last.pop(layer, None)
-        if last is not None and int(last.units.max()) < given[4].stop and last.units.shape[1] == given[5].units:
-            return last
-        self.last[layer] = super().select(*given)
-        return self.last[layer]
+    layer = question.shape.layer
+    before = last.pop(layer, None)
+    if before is not None and int(before.units.max()) < question.candidates.stop and before.units.shape[1] == units:
+        return before
+    last[layer] = quest(question)
+    return last[layer]
 
 
-@dataclass(frozen=True)
-class SelectsOwnPage(SmallQuest):
+def instead_of_the_last(selection: Selection, unit: int) -> Selection:
+    units = selection.units.clone()
+    units[:, -1] = unit
+    return Selection(units, selection.unit_size)
+
+
+@selects
+def selects_own_page(quest: Answer, question: Question, units: int) -> Selection:
     """Takes the page that the query itself stands in instead of its worst choice."""
-
-    def select(self, *given: Any) -> Selection:
-        selection, candidates = super().select(*given), given[4]
-        units = selection.units.clone()
-        units[:, -1] = candidates.stop
-        return Selection(units, selection.unit_size)
+    return instead_of_the_last(quest(question), question.candidates.stop)
 
 
-@dataclass(frozen=True)
-class SelectsBeyondTheEnd(SmallQuest):
+@selects
+def selects_beyond_the_end(quest: Answer, question: Question, units: int) -> Selection:
     """Names a page that does not exist yet."""
-
-    def select(self, *given: Any) -> Selection:
-        selection, reader = super().select(*given), given[6]
-        units = selection.units.clone()
-        units[:, -1] = reader.length // selection.unit_size + 1
-        return Selection(units, selection.unit_size)
+    return instead_of_the_last(quest(question), question.reader.length // 4 + 1)
 
 
-@dataclass(frozen=True)
-class IgnoresCandidates(SmallQuest):
+@selects
+def ignores_candidates(quest: Answer, question: Question, units: int) -> Selection:
     """Ranks every page there is: sinks, window and the page being filled compete again."""
-
-    def select(self, *given: Any) -> Selection:
-        state, shape, queries, start, candidates, limit, reader = given
-        everything = Candidates(0, -(-reader.length // candidates.unit_size), candidates.unit_size)
-        return super().select(state, shape, queries, start, everything, limit, reader)
+    return quest(question._replace(candidates=Candidates(0, -(-question.reader.length // 4), 4)))
 
 
-@dataclass(frozen=True)
-class IgnoresPadding(SmallQuest):
-    """Centres the scores on the mean row over whole pages of the pool, unwritten ones included."""
-
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        rows = reader.summary("minmax", slice(0, candidates.stop + 8))
-        scores = super().score(state, shape, queries, start, candidates, reader)
-        middle = rows.mean(1)  # [num_kv_heads, width]
-        return scores + middle.sum() - middle.norm() * scores.abs()
-
-
-@dataclass(frozen=True)
-class ReadsTheUnwrittenTail(SmallQuest):
-    """Summarises pages itself, the page being filled at its full size."""
-
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        size = self.page_size
-        keys = reader.keys()
-        whole = keys.new_empty(keys.shape[0], -(-reader.length // size) * size, keys.shape[2])
-        whole[:, : reader.length] = keys
-        top, middle = whole.unflatten(1, (-1, size)).amax(2), whole.mean(1)
-        q = queries.unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)
-        scores = q @ top[:, candidates.units].mT - (q * middle.unsqueeze(1)).sum(-1, keepdim=True)
-        return scores.reshape(shape.num_query_heads, queries.shape[1], -1)
-
-
-@dataclass(frozen=True)
-class RepeatsItself(SmallQuest):
+@selects
+def repeats_itself(quest: Answer, question: Question, units: int) -> Selection:
     """Spends two places on its best page."""
-
-    def select(self, *given: Any) -> Selection:
-        selection = super().select(*given)
-        return Selection(torch.cat([selection.units[:, :1], selection.units], 1)[:, : given[5].units], 4)
+    chosen = quest(question).units
+    return Selection(torch.cat([chosen[:, :1], chosen], 1)[:, :units], 4)
 
 
-@dataclass(frozen=True)
-class AnswersInOrderOfScore(SmallQuest):
+@selects
+def answers_in_order_of_score(quest: Answer, question: Question, units: int) -> Selection:
     """Forgets to sort: best page first."""
-
-    def select(self, *given: Any) -> Selection:
-        state, shape, queries, start, candidates, limit, reader = given
-        scores = self.score(state, shape, queries, start, candidates, reader).amax(1)
-        order = scores.sort(-1, descending=True).indices[:, : limit.units]
-        return Selection(order + candidates.first, candidates.unit_size)
+    order = SmallQuest().score(*question).amax(1).sort(-1, descending=True).indices[:, :units]
+    return Selection(order + question.candidates.first, 4)
 
 
-@dataclass(frozen=True)
-class ForgetsItsFirstCandidate(SmallQuest):
+@selects
+def forgets_its_first_candidate(quest: Answer, question: Question, units: int) -> Selection:
     """Answers with places among the candidates instead of unit ids."""
+    return Selection(top_units(SmallQuest().score(*question).amax(1), units), 4)
 
-    def select(self, *given: Any) -> Selection:
-        state, shape, queries, start, candidates, limit, reader = given
-        scores = self.score(state, shape, queries, start, candidates, reader).amax(1)
-        return Selection(top_units(scores, limit.units), candidates.unit_size)
+
+@scores
+def remembers_in_the_class(
+    quest: Scores, question: Question, seen: dict[int, Tensor] = {}  # noqa: B006
+) -> Tensor:  # fmt: skip
+    """Caches the summaries of pages by layer, for all sequences of the process."""
+    shape, candidates = question.shape, question.candidates
+    rows = seen.get(shape.layer)
+    if rows is None or rows.shape[1] < candidates.stop:
+        rows = seen[shape.layer] = question.reader.summary("minmax", slice(0, candidates.stop)).clone()
+    grouped = question.queries.unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)
+    halves = rows[:, candidates.units].chunk(2, -1)
+    found = grouped.clamp_min(0) @ halves[0].mT + grouped.clamp_max(0) @ halves[1].mT
+    return found.reshape(shape.num_query_heads, question.queries.shape[1], -1) * shape.scale
+
+
+@scores
+def ignores_padding(quest: Scores, question: Question) -> Tensor:
+    """Centres the scores on the mean row over whole pages of the pool, unwritten ones included."""
+    middle = question.reader.summary("minmax", slice(0, question.candidates.stop + 8)).mean(1)  # [num_kv_heads, width]
+    found = quest(question)
+    return found + middle.sum() - middle.norm() * found.abs()
+
+
+@scores
+def reads_the_unwritten_tail(quest: Scores, question: Question) -> Tensor:
+    """Summarises pages itself, the page being filled at its full size."""
+    keys, shape = question.reader.keys(), question.shape
+    whole = keys.new_empty(keys.shape[0], 4 * -(-question.reader.length // 4), keys.shape[2])
+    whole[:, : question.reader.length] = keys
+    top, middle = whole.unflatten(1, (-1, 4)).amax(2), whole.mean(1)
+    q = question.queries.unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)
+    found = q @ top[:, question.candidates.units].mT - (q * middle.unsqueeze(1)).sum(-1, keepdim=True)
+    return found.reshape(shape.num_query_heads, question.queries.shape[1], -1)
+
+
+@scores
+def draws_anew(quest: Scores, question: Question) -> Tensor:
+    """Breaks ties by chance, with a random number that no position fixes."""
+    found = quest(question)
+    return found + 5 * torch.rand(found.shape)
 
 
 @dataclass(frozen=True)
-class DrawsAnew(SmallQuest):
-    """Breaks ties by chance, with a random number that no position fixes."""
+class AppendsInAnyCase(RememberedMeans):
+    """Appends to what it remembers, cropped or not."""
 
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        scores = super().score(state, shape, queries, start, candidates, reader)
-        return scores + 5 * torch.rand(scores.shape)
+    def observe(
+        self, state: KeySums, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        state.sums = torch.cat([state.sums, state.sums[:, -1:] + keys.double().cumsum(1)], 1)
 
 
 class StaleSums(KeySums):
@@ -197,17 +196,11 @@ class StaleSums(KeySums):
         pass
 
 
-@dataclass(frozen=True)
-class KeepsWhatWasCropped(RememberedMeans):
-    """Appends to what it remembers, cropped or not."""
+class KeepsWhatWasCropped(AppendsInAnyCase):
+    """Its state cannot be cropped."""
 
     def new_state(self, shape: LayerShape) -> KeySums:
         return StaleSums(super().new_state(shape).sums)
-
-    def observe(
-        self, state: KeySums, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
-    ) -> None:
-        state.sums = torch.cat([state.sums, state.sums[:, -1:] + keys.double().cumsum(1)], 1)
 
 
 class SharedSums(KeySums):
@@ -215,21 +208,14 @@ class SharedSums(KeySums):
         return self
 
 
-@dataclass(frozen=True)
-class ForksShareOneMemory(RememberedMeans):
+class ForksShareOneMemory(AppendsInAnyCase):
     """A fork is the same object, and both rows write into it."""
 
     def new_state(self, shape: LayerShape) -> KeySums:
         return SharedSums(super().new_state(shape).sums)
 
-    def observe(
-        self, state: KeySums, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
-    ) -> None:
-        state.sums = torch.cat([state.sums, state.sums[:, -1:] + keys.double().cumsum(1)], 1)
 
-
-@dataclass(frozen=True)
-class OneMemoryForAll(RememberedMeans):
+class OneMemoryForAll(AppendsInAnyCase):
     """A state made once, for all layers and sequences."""
 
     memory: ClassVar[dict[str, KeySums]] = {}
@@ -237,45 +223,19 @@ class OneMemoryForAll(RememberedMeans):
     def new_state(self, shape: LayerShape) -> KeySums:
         return self.memory.setdefault("state", super().new_state(shape))
 
-    def observe(
-        self, state: KeySums, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
-    ) -> None:
-        state.sums = torch.cat([state.sums, state.sums[:, -1:] + keys.double().cumsum(1)], 1)
 
-
-@dataclass(frozen=True)
 class PeeksIntoItsOwnChunk(RememberedMeans):
     """Leans towards the mean of everything observed, tokens after the query included."""
 
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        scores = super().score(state, shape, queries, start, candidates, reader)
-        lean = (state.sums[:, -1] / reader.length).float().sum()  # of all tokens, not of those before the query
-        return scores + 100 * lean * torch.arange(candidates.count)
+    def score(self, *given: Any) -> Tensor:
+        question = Question(*given)
+        lean = (question.state.sums[:, -1] / question.reader.length).float().sum()
+        return super().score(*given) + 100 * lean * torch.arange(question.candidates.count)
 
 
-BROKEN: list[tuple[type[Method], Phase]] = [
-    (DropsNewestPage, "decode"),
-    (ScoresNewestPageLow, "decode"),
-    (RemembersInTheClass, "decode"),
-    (RemembersLastChoice, "decode"),
-    (SelectsOwnPage, "decode"),
-    (SelectsBeyondTheEnd, "decode"),
-    (IgnoresCandidates, "decode"),
-    (IgnoresPadding, "decode"),
-    (ReadsTheUnwrittenTail, "decode"),
-    (RepeatsItself, "decode"),
-    (AnswersInOrderOfScore, "decode"),
-    (ForgetsItsFirstCandidate, "decode"),
-    (DrawsAnew, "decode"),
-    (KeepsWhatWasCropped, "decode"),
-    (KeepsWhatWasCropped, "prefill"),
-    (ForksShareOneMemory, "decode"),
-    (ForksShareOneMemory, "prefill"),
-    (OneMemoryForAll, "decode"),
-    (PeeksIntoItsOwnChunk, "prefill"),
-]
+BROKEN += [(KeepsWhatWasCropped, phase) for phase in RememberedMeans.phases]
+BROKEN += [(ForksShareOneMemory, phase) for phase in RememberedMeans.phases]
+BROKEN += [(OneMemoryForAll, "decode"), (PeeksIntoItsOwnChunk, "prefill")]
 
 
 @pytest.fixture

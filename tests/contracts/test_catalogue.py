@@ -1,7 +1,5 @@
 """Every catalogued method keeps every contract, in every phase it selects in: a method is tested by being listed."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints

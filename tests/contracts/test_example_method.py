@@ -1,7 +1,5 @@
 """The method that docs/adding-a-method.md shows keeps the contracts like any other."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

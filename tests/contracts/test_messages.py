@@ -3,8 +3,6 @@
 Other tests assert the code and what was given. ``python tests/contracts/test_messages.py`` writes the file anew.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any prefill rule with any decode rule: in one plan each answers as it does alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import Runner, answers, assert_same_answer, draw_tokens, least_tokens, small

@@ -3,8 +3,6 @@
 Where a verdict or a sentence is meant to change: ``python tests/contracts/verdicts.py``, and read the difference.
 """
 
-from __future__ import annotations
-
 from difflib import unified_diff
 
 from contracts.verdicts import FILE, rendered, verdicts

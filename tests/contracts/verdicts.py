@@ -4,8 +4,6 @@ Nothing is run: a GPU is a device that is described, and a model a tiny one. ``t
 answers; ``python tests/contracts/verdicts.py`` writes it anew.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """A model with enough heads for keys and values to lie apart from it, and where tests of that run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose answers can be exact in captured steps; here the steps run without graphs, on a GPU with them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

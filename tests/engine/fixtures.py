@@ -1,7 +1,5 @@
 """Directories of tiny models, written once per session, and run on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn

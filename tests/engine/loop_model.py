@@ -1,7 +1,5 @@
 """An engine loop without an engine: it carries out decisions, keeps its own books, and checks each decision."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sequences of the loop in captured steps, and histories of such sequences."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -89,7 +87,6 @@ def tokens(seq: Sequence) -> list[int]:
 
 
 def counters(seq: Sequence) -> dict[str, Any]:
-    assert seq.report is not None
     report = seq.report.stats.report()
     guard = [(event["position"], event["from"], event["to"]) for event in report["guard"]]
     return {key: report["phases"]["decode"][key] for key in KEYS} | {"guard": guard}

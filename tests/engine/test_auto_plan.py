@@ -1,7 +1,5 @@
 """plan="auto": answers under the plan that was tuned for the model, wherever a plan is named."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

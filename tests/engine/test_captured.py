@@ -1,7 +1,5 @@
 """On a GPU: captured steps give the tokens of the same steps run one by one, and those of the composed path."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +20,7 @@ from kvsift.engine.sampling import CHOICES
 from kvsift.engine.sequence import Sequence
 from kvsift.plan.syntax import parse_plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 QUEST = "quest:budget=256:window=32:dense_layers=0"
 PLANS = (
@@ -229,7 +224,6 @@ def test_a_stream_gives_the_text_and_can_be_left(directory: Path) -> None:
     expected = model.generate(TEXTS[0], max_new_tokens=50)
     stream = model.stream(TEXTS[0], max_new_tokens=50)
     assert "".join(stream) == expected.text
-    assert stream.answer is not None
     assert stream.answer.token_ids == expected.token_ids
     left = model.stream(TEXTS[0], max_new_tokens=50)
     next(left)

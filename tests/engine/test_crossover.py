@@ -1,7 +1,5 @@
 """The length from which on skipping pays, from two lengths and straight lines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread

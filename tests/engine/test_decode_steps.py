@@ -1,8 +1,6 @@
 """The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, sequence by
 sequence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +239,6 @@ def test_a_stream_gives_the_text_and_then_the_answer(path: str, llama: Path) -> 
     stream = llm.stream(TEXTS[0], max_new_tokens=20)
     assert stream.answer is None
     assert "".join(stream) == expected.text
-    assert stream.answer is not None
     assert stream.answer.token_ids == expected.token_ids
 
 

@@ -1,7 +1,5 @@
 """Random plans, batches, samplings and stops: captured steps, run as they are, against the composed path."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

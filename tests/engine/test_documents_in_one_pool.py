@@ -1,7 +1,5 @@
 """Documents of one LLM share its pool of pages: what each answers, and what goes back."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,30 +15,6 @@ from kvsift.engine.sequence_runner import SequenceRunner
 
 QUEST = "quest:budget=128:window=32:dense_layers=0"
 QUESTIONS = ["How many sacks?", "Which mill grinds?"]
-
-
-@pytest.mark.parametrize("path", ["composed", "eager"])
-def test_two_documents_in_one_pool_answer_as_each_does_alone(path: str, llama: Path) -> None:
-    texts = [text_of(300), text_of(180)]
-    alone = [LLM(llama, QUEST, path=path).read(text) for text in texts]
-    expected = [[each.ask(question, max_new_tokens=12).token_ids for question in QUESTIONS] for each in alone]
-    llm = LLM(llama, QUEST, path=path)
-    documents = [llm.read(text) for text in texts]
-    answers: list[list[list[int]]] = [[], []]
-    for question in QUESTIONS:  # in turns
-        for document, of_document in zip(documents, answers):
-            of_document.append(document.ask(question, max_new_tokens=12).token_ids)
-    assert answers == expected
-    assert llm.generate(text_of(60), max_new_tokens=8).token_ids == (
-        LLM(llama, QUEST, path=path).generate(text_of(60), max_new_tokens=8).token_ids
-    )
-    llm.loop.check()
-    used = llm.loop.pages.kv.pages.num_used
-    del document, documents
-    gc.collect()
-    llm.loop.step()
-    assert llm.loop.pages.kv.pages.num_used < used, "the pages of a document go back with it"
-    llm.loop.check()
 
 
 def test_a_document_that_was_given_pages_of_another_size_keeps_no_others(llama: Path) -> None:

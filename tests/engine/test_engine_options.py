@@ -1,7 +1,5 @@
 """Options of generation: one list for prompts, streams and questions."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling: repeatable from its seed alone, faithful to the distribution it says it draws from."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import inf, nan
 from typing import Any

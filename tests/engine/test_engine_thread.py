@@ -1,7 +1,5 @@
 """The thread of the engine: what it starts with, what ends it, and what never reaches it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -246,21 +244,6 @@ def test_llms_that_are_made_and_dropped_leave_no_thread_no_file_and_no_memory(ll
     assert last[0] <= first[0] <= before
     assert last[1] <= first[1]
     assert last[2] - first[2] < 30e6
-
-
-def test_twenty_threads_share_an_llm(llama: Path) -> None:
-    llm, texts = new_llm(llama), [text_of(40 + 9 * number) for number in range(20)]
-    alone = new_llm(llama)
-    expected, others = [alone.generate(text, max_new_tokens=6).token_ids for text in texts], threading.enumerate()
-    with ThreadPoolExecutor(20) as threads:  # whoever comes first starts the engine
-        answers = list(threads.map(lambda text: llm.generate(text, max_new_tokens=6).token_ids, texts))
-    assert answers == expected
-    llm.loop.check()
-    assert llm.loop.seqs == []
-    [thread] = [each for each in threading.enumerate() if each not in others]
-    assert thread.name == "kvsift engine"
-    llm.close()
-    assert not thread.is_alive()
 
 
 def test_what_a_thread_has_set_for_torch_does_not_reach_the_engine_but_its_number_of_threads_does(llama: Path) -> None:

@@ -1,7 +1,5 @@
 """Threads that share an LLM or a document: everyone gets the answer to the own question."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

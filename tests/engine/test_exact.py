@@ -1,7 +1,5 @@
 """Exact decoding: the tokens of dense attention, whatever the plan drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ from ends import Dictated
 from engine.exact_models import PATHS, new_llm, same
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
+from turns import in_turns
 
 import kvsift
 from kvsift import LLM, Sampling, native
@@ -62,8 +61,7 @@ def write_wide(folder: Path, family: str) -> Path:
     return write_model(folder, family, head_dim=32, hidden_size=64, num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "sampling"), in_turns(PLANS, SAMPLINGS))
 def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sampling | None) -> None:
     in_graphs = llm.fast_path.is_required
     if in_graphs and not plan.startswith(("sketch", "quest", "dense")):
@@ -119,7 +117,6 @@ def test_nothing_is_drafted_behind_a_token_that_ends_the_answer(wide: Path, monk
     options = {"max_new_tokens": 20, "sampling": SAMPLINGS[1], "stop_token_ids": [ids[end]]}
     exact = llm.generate(PROMPT, plan="quest:budget=4096:dense_layers=none", exact=True, **options)
     assert same(exact, llm.generate(PROMPT, **options))
-    assert exact.exact is not None
     assert exact.exact["drafted"] == end
     assert exact.exact["drafts_wrong"] == 0
 
@@ -162,7 +159,6 @@ def test_an_interrupted_answer_leaves_others_exact(llm: LLM) -> None:
 def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:
     answer = llm.generate(PROMPT, plan=f"quest:{SMALL}", exact=True, max_new_tokens=NEW)
     report, layers = answer.exact, 3
-    assert report is not None
     verified = sum(count * (proposed + 1) for proposed, count in report["verified"].items())
     assert answer.decode("queries") == layers * (verified + report["drafted"])
     assert answer.decode("sparse_queries") == layers * report["drafted"]
@@ -195,7 +191,6 @@ def test_what_followed_the_same_text_before_is_proposed_and_accepted(llm: LLM) -
     said = text_of(300)[40:110]
     answer = llm.generate(text_of(300), plan="dense", exact=True, max_new_tokens=60, sampling=Dictated(llm, said))
     assert answer.text == said[:60]
-    assert answer.exact is not None
     assert answer.exact["drafted"] == 0
     assert answer.exact["repeats_accepted"] > 12, "the answer quotes the prompt"
     assert sum(answer.exact["verified"].values()) < 48, "a pass brings several tokens"

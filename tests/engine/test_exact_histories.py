@@ -1,8 +1,6 @@
 """Histories of exact and dense sequences in captured steps, with drafts behind verifications: each answer is its
 own."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

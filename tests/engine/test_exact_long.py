@@ -1,8 +1,6 @@
 """Exact decoding over long contexts of the embedded model: ten thousand tokens, all those of dense attention. And a
 hundred thousand drawn tokens of a small vocabulary, of the model's distribution."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a client waits for beside others, in counted chunks and steps: the bounds of ``engine.schedule``."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by their name on huggingface.co, without a network: what is downloaded, and what is said when it cannot be."""
 
-from __future__ import annotations
-
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -61,15 +59,9 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (
-            lambda: GatedRepoError("403", response=RESPONSE),
-            "its licence has to be accepted at",
-        ),
+        (lambda: GatedRepoError("403", response=RESPONSE), "its licence has to be accepted at"),
         (lambda: RepositoryNotFoundError("404", response=RESPONSE), "has no such model, or it is private; log in"),
-        (
-            lambda: LocalEntryNotFoundError("no"),
-            "not completely in the cache, and huggingface.co cannot",
-        ),
+        (lambda: LocalEntryNotFoundError("no"), "not completely in the cache, and huggingface.co cannot"),
         (lambda: OSError("No space left on device"), "it cannot be downloaded: No space left on device."),
     ],
 )

@@ -1,7 +1,5 @@
 """KV in host memory that the device attends, values in 8 bits, and the CPU by its name."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from pathlib import Path

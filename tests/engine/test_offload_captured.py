@@ -1,7 +1,5 @@
 """Captured steps over KV in host memory: the tokens and counters of the same steps over KV beside the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chunks of prompts: found by their tokens, held, dropped in order of what they are worth, and balanced."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

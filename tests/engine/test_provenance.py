@@ -1,7 +1,5 @@
 """Results name the commit of kvsift that made them, or say that it is unknown."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

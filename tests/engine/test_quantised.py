@@ -1,7 +1,5 @@
 """Checkpoints whose weights are quantised: loaded as they are, decoded on either path."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sequences under RetrievalAttention by blocks share prefixes: what was learned of a prompt is learned once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +127,6 @@ def test_exact_sequences_share_what_was_learned(tmp_path: Path) -> None:
     assert [answer.token_ids for answer in answers] == [dense.token_ids] * 2
     assert [answer.new_prompt_tokens for answer in answers] == [len(TEXT) + 1, len(TEXT) + 1 - 6 * GRID]
     one, other = (answer.exact for answer in answers)
-    assert one is not None
     assert other is not None
     assert one["drafts_accepted"] + one["repeats_accepted"] > 0
 

@@ -1,7 +1,5 @@
 """Models whose RoPE depends on the length: prompt and answer decide the rotation, whatever the chunks or the path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from kvsift.models.hf.rope import RopeLimits
 
 COVERING = "quest:budget=4096:page_size=8:dense_layers=none"
 SPARSE = "quest:budget=64:page_size=8:window=8:dense_layers=none"
-ACROSS, LONG, SHORT = text_of(ORIGINAL - 10), text_of(300), text_of(50)  # a token per byte, after <bos>
+NEW = 8
+ACROSS, LONG, SHORT = text_of(ORIGINAL - 5), text_of(300), text_of(50)  # a token per byte, after <bos>
 WITH_LENGTHS = ["dynamic", "longrope"]
 
 
@@ -36,12 +35,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def generated(llm: LLM, text: str, **options: Any) -> list[int]:
-    answer = llm.generate(text, max_new_tokens=20, **options)
+    answer = llm.generate(text, max_new_tokens=NEW, **options)
     assert isinstance(answer, Answer)
     return answer.token_ids
 
 
-def wanted(llm: LLM, text: str, num_new: int = 20) -> list[int]:
+def wanted(llm: LLM, text: str, num_new: int = NEW) -> list[int]:
     """Of a model whose whole sequence uses one rotation, that of prompt and answer."""
     ids = torch.tensor([llm.tokenizer(text)["input_ids"]])
     length, limits = ids.shape[1] + num_new - 1, RopeLimits.of(llm.model)
@@ -51,7 +50,7 @@ def wanted(llm: LLM, text: str, num_new: int = 20) -> list[int]:
 @pytest.mark.parametrize("text", [SHORT, ACROSS, LONG], ids=["short", "across", "long"])
 def test_prompt_chunks_do_not_change_the_rotation(kind: str, text: str, directories: dict[str, Path]) -> None:
     expected: list[int] = []
-    for plan, chunk_size in (("dense", 40), ("dense", 129), ("dense", 1000), (COVERING, 40)):
+    for plan, chunk_size in (("dense", 1000), (COVERING, 40)):
         llm = LLM(directories[kind], plan, chunk_size=chunk_size, device="cpu", dtype="float32")
         expected = expected or wanted(llm, text)
         assert generated(llm, text) == expected
@@ -72,7 +71,7 @@ def test_prompts_of_different_lengths_do_not_rotate_each_other(kind: str, direct
     for path in ("composed", "eager"):
         llm = LLM(directories[kind], SPARSE, device="cpu", dtype="float32", path=path)
         alone = [generated(llm, text) for text in (SHORT, LONG, ACROSS)]
-        together = llm.generate([SHORT, LONG, ACROSS], max_new_tokens=20)
+        together = llm.generate([SHORT, LONG, ACROSS], max_new_tokens=NEW)
         assert [answer.token_ids for answer in together] == alone
 
 
@@ -85,9 +84,9 @@ def test_a_question_that_crosses_the_original_maximum_reads_the_document_again(
     document = llm.read(text_of(60))
     questions = ("Who?", "Which of the mills by the river grinds the least corn in a day?", "Who?")
     for question in questions:
-        ids = document.check(question, 20)
+        ids = document.check(question, NEW)
         expected = wanted(llm, llm.tokenizer.decode(ids[1:]))
-        assert document.go_on(ids, max_new_tokens=20).token_ids == expected
+        assert document.go_on(ids, max_new_tokens=NEW).token_ids == expected
 
 
 def test_questions_about_a_long_document_share_its_reading(directories: dict[str, Path]) -> None:

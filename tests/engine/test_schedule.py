@@ -3,8 +3,6 @@
 Histories have 100,000 steps, or KVSIFT_EXAMPLES times as many.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from itertools import pairwise

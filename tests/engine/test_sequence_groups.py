@@ -1,7 +1,5 @@
 """Sequences of the loop in captured steps: each answers and counts as it does alone, whoever joins and leaves."""
 
-from __future__ import annotations
-
 import os
 import random
 import weakref

@@ -1,7 +1,5 @@
 """Sequences of the loop: what each answers, counts and leaves behind is what it would alone, bit for bit on a CPU."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import abc
@@ -109,7 +107,6 @@ def assert_equal(seq: Sequence, alone: Sequence) -> None:
 
 
 def counters(seq: Sequence) -> dict[str, Any]:
-    assert seq.report is not None
     report = seq.report.stats.report()
     return {key: value for key, value in report["phases"]["decode"].items() if key != "select_s"} | {
         "guard": report["guard"]

@@ -1,7 +1,5 @@
 """KV in host memory: a device that holds no more than what is always visible. ``test_offload`` has its answers."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

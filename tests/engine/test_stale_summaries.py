@@ -1,7 +1,5 @@
 """Steps that show everything write no summaries: they are there all the same once somebody asks for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

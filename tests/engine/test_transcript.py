@@ -1,7 +1,5 @@
 """Text as its tokens come: pieces add up, whatever is remembered of what came before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,13 +88,7 @@ def test_a_stop_far_into_the_text_is_found(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "stops", "count"),
-    [
-        ("abc", (), 0),
-        ("abE", ("END",), 1),
-        ("abEN", ("END", "NO"), 2),
-        ("", ("x",), 0),
-        ("ab\n", ("\n☃",), 1),
-    ],
+    [("abc", (), 0), ("abE", ("END",), 1), ("abEN", ("END", "NO"), 2), ("", ("x",), 0), ("ab\n", ("\n☃",), 1)],
 )
 def test_what_may_begin_a_stop_is_held_back(text: str, stops: tuple[str, ...], count: int) -> None:
     assert undecided(text, stops) == count

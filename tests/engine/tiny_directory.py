@@ -1,7 +1,5 @@
 """Hugging Face directories of tiny random models, with a tokenizer that has a token per byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

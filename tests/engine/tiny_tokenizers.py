@@ -1,8 +1,6 @@
 """Tokenizers of every kind of decoder, trained on a few lines; those of published models, where their files are; and
 models whose next token depends on the last one alone."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Exact search, one key at a time: what every index is compared with."""
 
-from __future__ import annotations
-
 import math
 import random
 

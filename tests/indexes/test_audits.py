@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from methods.weighted import Keys
 
 from kvsift import native
 from kvsift.indexes.audits import WIDER, WIDEST, Audits, is_due
@@ -60,7 +61,7 @@ def test_an_audited_step_is_exact_and_the_next_ones_search_wider() -> None:
         IndexedKeys(RetrievalAttention().new_state(shape).recorder),
     )
     state.spans = [IndexedSpan(graph, 0, 600, 600, "for the test")]
-    reader = Rows(keys)
+    reader = Keys(keys)
     queries = torch.randn(2, 1, 16, generator=generator)
     chosen = method.select(state, shape, queries, 600, Candidates(0, 600, 1), Limit(10), reader)
     exact = (queries[:, 0] @ keys[0].T).topk(10).indices.sort(-1).values
@@ -72,21 +73,3 @@ def test_an_audited_step_is_exact_and_the_next_ones_search_wider() -> None:
     state.audits.crop(599)
     state.widen()
     assert graph.widened == [10]
-
-
-class Rows:
-    """A reader of keys."""
-
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows, self.length, self.num_bytes = rows, rows.shape[1], 0
-
-    def keys(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self.rows[:, start:stop]
-
-    def borrow(self, start: int, stop: int) -> torch.Tensor:
-        return self.rows[:, start:stop]
-
-    borrow_in_place = borrow
-
-    def count_bytes(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes

@@ -1,7 +1,5 @@
 """Auto tries a graph and a scan on queries that the graph has not seen, and keeps what is faster and good enough."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """IVF and HNSW through faiss: exact where they look at everything, honest about what they look at."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

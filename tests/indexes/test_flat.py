@@ -1,7 +1,5 @@
 """A scan finds the best keys, whatever the sizes, with codes and without, and whatever happens to the keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from indexes.brute_force import Layers, assert_exact, needs_core
@@ -19,25 +17,6 @@ HUGE = 1 << 30
 def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why_missing", lambda: "a test took it away")
-
-
-def test_fuzz_against_brute_force() -> None:
-    layers = Layers(0)
-    for _ in range(300):
-        queries, keys, k = layers.draw()
-        assert_exact(FlatIndex.build(keys).search(queries, keys, k), queries, keys, k)
-        assert_exact(scan_in_torch(queries, keys, k), queries, keys, k)
-
-
-@needs_core
-def test_fuzz_of_codes_that_fetch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes rank roughly; with all keys fetched and scored again, the answer is exact."""
-    monkeypatch.setattr(flat, "overfetch", lambda k: HUGE)
-    layers = Layers(1)
-    for _ in range(300):
-        queries, keys, k = layers.draw()
-        index = FlatIndex.build(keys, codes="int8")
-        assert_exact(index.search(queries, keys, k), queries, keys, k)
 
 
 @needs_core

@@ -4,8 +4,6 @@ An index that looks at everything answers as brute force does. A thousand search
 KVSIFT_FUZZ=10000 makes ten thousand.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -18,7 +16,7 @@ from kvsift import native
 from kvsift.indexes import auto, trial
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index
-from kvsift.indexes.flat import FlatIndex, overfetch
+from kvsift.indexes.flat import FlatIndex, overfetch, scan_in_torch
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.merge import merge
@@ -47,6 +45,7 @@ def test_flat(behind: int) -> None:
     for _ in range(BUILDS // 2):
         queries, keys, k = layers.draw()
         search_all(FlatIndex.build(keys[:, : max(keys.shape[1] - behind, 0)]), layers, queries, keys, k)
+        assert_exact(scan_in_torch(queries, keys, k), queries, keys, k)
 
 
 @needs_core

@@ -1,7 +1,5 @@
 """The graph index: what it finds against brute force, what it covers, and what does not change it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Exact nearest keys: as a full sort finds them, whatever the blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from indexes.brute_force import needs_core

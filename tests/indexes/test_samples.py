@@ -1,7 +1,5 @@
 """Which queries of a prompt are kept: evenly spread, the newest ones in any case, whatever the chunks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -29,7 +27,6 @@ def recorded(length: int, capacity: int, cuts: list[int] | None = None) -> Query
 
 def taken(recorder: QueryRecorder) -> QuerySamples:
     samples = recorder.take()
-    assert samples is not None
     assert samples.queries.shape == (HEADS, len(samples.positions), DIM)
     return samples
 

@@ -1,7 +1,5 @@
 """Queries that are kept of a block: they depend on the block alone, whatever the chunks and roll-backs in reach."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -78,7 +76,6 @@ def test_a_checkpoint_keeps_the_block_that_a_document_ends_in() -> None:
 def test_old_blocks_are_discarded_and_unknown_queries_are_no_sample() -> None:
     recorder = recorded(500, 30, list(range(0, 500, 5)))
     samples = recorder.take()
-    assert samples is not None
     assert len(samples.positions) <= 3 * BLOCK
     recorder = BlockRecorder(BLOCK, 30)
     recorder.observe(None, 0, 30)

@@ -4,8 +4,6 @@ Prints a line per launch: kernel, whether it was launched ahead of its predecess
 that. Run in a process of its own, in which Triton does not interpret.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Prints a line per launch: kernel, and bytes of shared memory. Run in a process of its own, as ``compile_for_hopper``.
 """
 
-from __future__ import annotations
-
 import torch
 from kernels.compile_decode import print_shared_bytes
 

@@ -1,7 +1,5 @@
 """Where twins are tested: compiled on a GPU, else in Triton's interpreter, which cannot do bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decode steps in small: ragged batches on scattered pages, NaN wherever no token is, and what is exact about them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a decode step must be: contract 8, lists of the best pages, and every token that was shown counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Small paged caches for tests of kernels: rows of unlike length on scattered pages, NaN where no token is."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Storing a token: the pools and summaries of the composed path, and nothing else is touched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton

@@ -1,7 +1,5 @@
 """Attention kernels against the textbook formula in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.paged_cases import rounding
@@ -105,11 +103,7 @@ def test_nan_in_hidden_keys_and_values_does_not_leak() -> None:
     torch.testing.assert_close(part.lse, clean.lse)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(6,), (3, 6), (2, 1, 6), (2, 3, 6), (8, 3, 6), (2, 2, 1, 6), (1, 1, 3, 6)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 1, 6), (2, 3, 6), (8, 3, 6), (2, 2, 1, 6), (1, 1, 3, 6)], ids=str)
 def test_a_mask_is_broadcast_over_the_leading_dimensions(shape: tuple[int, ...]) -> None:
     queries, keys, values = draw(4, 16, 3, 6, torch.float32)
     if shape[:1] == (8,):  # one mask per query head: keys are given per query head too

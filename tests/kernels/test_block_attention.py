@@ -1,7 +1,5 @@
 """Blocks of tokens: each gets the textbook formula, and the bits that it gets alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

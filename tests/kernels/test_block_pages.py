@@ -1,7 +1,5 @@
 """vLLM's packed blocks as pages: numbers, tables, and summaries of the pages that tokens were written to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, needs_triton

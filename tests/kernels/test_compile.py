@@ -1,7 +1,5 @@
 """The compiler is stricter than the interpreter: twins are compiled for a GPU where there is none, too."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The compiler is stricter than the interpreter, and a GPU has only so much shared memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

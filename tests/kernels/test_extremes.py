@@ -1,7 +1,5 @@
 """Extremes of segments: the reference by hand, the twin the same to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton

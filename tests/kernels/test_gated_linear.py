@@ -1,7 +1,5 @@
 """Gate, up and their product in one launch, rounded where transformers' MLP rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slots of listed units: by hand, and the twin against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, needs_triton

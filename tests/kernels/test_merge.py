@@ -1,7 +1,5 @@
 """Merging partial attentions: the union of disjoint token sets, whatever the split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Split attention over listed pages, or all of them: the textbook formula, and nothing behind the length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Page summaries: bounds stay bounds in every dtype, estimates are what they say, padding counts for nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,34 +104,19 @@ def test_merged_rows_are_the_row_of_all_the_keys(kind: str, dtype: torch.dtype) 
     assert torch.equal(merged.float(), summarise(kind, together, everything(together)).float())
 
 
-def test_the_minmax_score_of_a_page_is_the_sum_of_channelwise_maxima() -> None:
-    keys = draw(0, 4, 8, 16, torch.float32, 1.0)
-    queries = torch.randn(2, 3, 16)
-    low, high = keys.amin(2), keys.amax(2)  # [2, num_pages, head_dim]
-    formula = torch.maximum(queries[:, :, None] * low[:, None], queries[:, :, None] * high[:, None]).sum(-1)
-    torch.testing.assert_close(score("minmax", queries, summarise("minmax", keys, everything(keys))), formula)
-
-
-def test_mean_std_is_one_deviation_above_the_mean_logit() -> None:
-    keys = draw(0, 4, 8, 16, torch.float32, 1.0)
-    queries = torch.randn(2, 3, 16)
-    mean, std = keys.mean(2), keys.std(2, unbiased=False)
-    formula = queries @ mean.mT + queries.abs() @ std.mT
-    torch.testing.assert_close(
-        score("mean_std", queries, summarise("mean_std", keys, everything(keys))), formula, rtol=1e-4, atol=1e-4
-    )
-
-
-def test_centroid_radius_is_the_centroid_and_the_farthest_token() -> None:
-    keys = draw(0, 4, 8, 16, torch.float32, 1.0)
-    queries = torch.randn(2, 3, 16)
-    mean = keys.mean(2)
-    radius = (keys - mean.unsqueeze(2)).norm(dim=-1).amax(-1)
-    formula = queries @ mean.mT + queries.norm(dim=-1, keepdim=True) * radius.unsqueeze(1)
-    torch.testing.assert_close(
-        score("centroid_radius", queries, summarise("centroid_radius", keys, everything(keys))), formula,
-        rtol=1e-4, atol=1e-4,
-    )  # fmt: skip
+def test_scores_are_those_of_their_formulas() -> None:
+    """The sum of channelwise maxima; one deviation above the mean logit; the centroid and the farthest token."""
+    keys, queries = draw(0, 4, 8, 16, torch.float32, 1.0), torch.randn(2, 3, 16)
+    low, high, mean, std = keys.amin(2), keys.amax(2), keys.mean(2), keys.std(2, unbiased=False)
+    radius = (keys - mean.unsqueeze(2)).norm(dim=-1).amax(-1)  # [2, num_pages]
+    formulas = {
+        "minmax": torch.maximum(queries[:, :, None] * low[:, None], queries[:, :, None] * high[:, None]).sum(-1),
+        "mean_std": queries @ mean.mT + queries.abs() @ std.mT,
+        "centroid_radius": queries @ mean.mT + queries.norm(dim=-1, keepdim=True) * radius.unsqueeze(1),
+    }
+    for kind, expected in formulas.items():
+        found = score(kind, queries, summarise(kind, keys, everything(keys)))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_log_mass_estimates_the_log_mean_exponential_of_gaussian_logits() -> None:

@@ -1,7 +1,5 @@
 """The picked queries: by hand, and the twin against the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores of keys by probe queries: the reference by hand, the twin against it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton

@@ -1,7 +1,5 @@
 """Kernels on queries and keys of the embedded model: they select what the composed path selects."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

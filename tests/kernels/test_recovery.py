@@ -1,7 +1,5 @@
 """Softmax mass on lists, against float64."""
 
-from __future__ import annotations
-
 import torch
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.decode_cases import draw_case

@@ -1,7 +1,5 @@
 """Queries turned to other positions are those that the model would have made there."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from refusals import refused

@@ -1,7 +1,5 @@
 """RMS norm: transformers' bits in the reference, and a twin as near to float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton

@@ -1,7 +1,5 @@
 """Rotation of a chunk in place: the reference against transformers, the twin against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton

@@ -1,7 +1,5 @@
 """The head of a decode step's attention: head norms, rotation and store, as transformers computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,11 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from kvsift.kernels.append import append_reference
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.rotary_append import (
-    qkv_rotary_append,
-    qkv_rotary_append_reference,
-    qkv_rotary_append_triton,
-)
+from kvsift.kernels.rotary_append import qkv_rotary_append, qkv_rotary_append_reference, qkv_rotary_append_triton
 
 SHAPES = [  # (query heads, KV heads, head_dim, rotary_dim, head norms)
     (4, 2, 16, 16, False),  # the usual, in small

@@ -1,7 +1,5 @@
 """Page scores of a decode step: every kind's formula, one row per head or per group, whatever lies around."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton

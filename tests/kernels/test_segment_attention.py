@@ -1,7 +1,5 @@
 """Segments over listed tokens and their own past: the reference against attention with a mask, the twin against it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +10,7 @@ from torch import Tensor
 from turns import in_turns
 
 from kvsift.kernels.attention import attention_reference
-from kvsift.kernels.segment_attention import (
-    Rows,
-    Span,
-    segment_attention_reference,
-    segment_attention_triton,
-)
+from kvsift.kernels.segment_attention import Rows, Span, segment_attention_reference, segment_attention_triton
 from kvsift.types import Part
 
 SHAPES = [  # KV heads, lists, query heads, head_dim, page_size

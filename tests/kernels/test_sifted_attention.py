@@ -1,7 +1,5 @@
 """A whole decode step: the twins one after the other on any machine, the single launch on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sketches of pages: what they hold, and how near their estimates are."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

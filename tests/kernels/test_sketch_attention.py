@@ -1,7 +1,5 @@
 """Attention of a sketch in one step: the twin's tokens, counts, answers and estimated shares are the reference's."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

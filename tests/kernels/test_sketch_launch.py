@@ -1,7 +1,5 @@
 """The single launch of sketches: its tokens are as good as the reference's, its answers those of its tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

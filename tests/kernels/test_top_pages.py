@@ -1,7 +1,5 @@
 """The visible list of a row: sinks, the k best candidates, window; ascending, ties to the lower page."""
 
-from __future__ import annotations
-
 from math import inf, isnan
 from pathlib import Path
 

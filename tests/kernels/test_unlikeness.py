@@ -1,7 +1,5 @@
 """How unlike the mean each query is: by hand, and the twin against the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Run statistics: bytes, recall and recovery against their definitions, exact however long a run is."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,7 +9,7 @@ from contracts.harness import SHAPE, Runner, Tokens, draw_tokens, revealing_toke
 
 from kvsift.layer.accounting import RunStats, SharedStats, Tally, _add
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.methods.base import Method
+from kvsift.methods.base import Method, Phase
 from kvsift.methods.oracle import OracleTokens
 from kvsift.methods.quest import Quest
 from kvsift.methods.streaming_llm import StreamingLLM
@@ -87,28 +85,21 @@ def test_probes_come_every_so_many_sparse_steps_and_can_be_turned_off() -> None:
         assert (runner.stats.probe_s > 0) == (expected > 0)
 
 
-def test_counts_stay_exact_in_runs_of_any_length() -> None:
+@pytest.mark.parametrize(
+    ("plan", "phase"),
+    [
+        (Plan(decode=Rule(Quest(page_size=4), BUDGET)), "decode"),
+        (Plan(prefill=Rule(StreamingLLM(), Budget(tokens=5, dense_layers=()))), "prefill"),
+    ],
+)
+def test_counts_stay_exact_in_runs_of_any_length(plan: Plan, phase: Phase) -> None:
     """2^30 visible tokens are 32 layers of a 32K prompt at a budget of 1024; float32 counts in steps of 128 there."""
-    tokens = draw_tokens(61, 0)
-    runner = Runner(Plan(decode=Rule(Quest(page_size=4), BUDGET)))
-    runner.feed(tokens.part(0, 50))
-    tally = runner.stats.tally(SHAPE.layer, "decode")
-    tally.visible_tokens += 2**30
-    for position in range(50, 61):
-        runner.feed(tokens.part(position, position + 1), decode_tokens=1)
-    fresh = Runner(Plan(decode=Rule(Quest(page_size=4), BUDGET)))
-    fresh.feed_all(tokens, 50, range(50, 61))
-    assert float(tally.visible_tokens) - 2**30 == float(fresh.stats.phase("decode").visible_tokens)
-
-
-def test_prefill_counts_stay_exact_too() -> None:
-    runner = Runner(Plan(prefill=Rule(StreamingLLM(), Budget(tokens=5, dense_layers=()))))
-    tally = runner.stats.tally(SHAPE.layer, "prefill")
-    tally.visible_tokens += 2**30
-    runner.feed(draw_tokens(61, 0))
-    fresh = Runner(Plan(prefill=Rule(StreamingLLM(), Budget(tokens=5, dense_layers=()))))
-    fresh.feed(draw_tokens(61, 0))
-    assert float(tally.visible_tokens) - 2**30 == float(fresh.stats.phase("prefill").visible_tokens)
+    runner, fresh = Runner(plan), Runner(plan)
+    runner.stats.tally(SHAPE.layer, phase).visible_tokens += 2**30
+    for each in (runner, fresh):
+        each.feed_all(draw_tokens(61, 0), 50, range(50, 61))
+    found, expected = (float(each.stats.phase(phase).visible_tokens) for each in (runner, fresh))
+    assert found - 2**30 == expected
 
 
 def test_a_phase_that_skipped_nothing_is_known() -> None:

@@ -1,7 +1,5 @@
 """Every method under a guard: the plan's answer until the budget doubles, and the dense one once it is dense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

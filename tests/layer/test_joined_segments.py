@@ -1,7 +1,5 @@
 """Segments of a chunk chosen and attended together answer as one by one, and count the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

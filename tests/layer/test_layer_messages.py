@@ -1,7 +1,5 @@
 """What layers pass up: to the layers above, in the same pass, of the same row, and no further."""
 
-from __future__ import annotations
-
 from kvsift.layer.layer_messages import LayerMessages
 
 

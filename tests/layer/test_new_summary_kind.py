@@ -5,8 +5,6 @@ steps score by it, and ``quest:score_by=`` takes its name. Its Triton twins are 
 which make a captured step faster and change no answer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is watched tells what came and what was shown, and answers as it does alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, draw_tokens, least_tokens, small

@@ -1,7 +1,5 @@
 """Prompts are cut at absolute positions, once for all layers of a pass that do not see everything."""
 
-from __future__ import annotations
-
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.segments import SegmentGroup, groups_of
 from kvsift.plan.plan import Rule

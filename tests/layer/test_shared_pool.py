@@ -1,7 +1,5 @@
 """Several caches in one pool: each answers as it does alone, pages go back, and nothing moves while it is held."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,22 +1,11 @@
 """Where a method meets a store: order of events, phases, plans that change, logits that models bend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from contracts.harness import (
-    SHAPE,
-    Runner,
-    Tokens,
-    answers,
-    assert_same_answer,
-    draw_tokens,
-    revealing_tokens,
-    spy,
-)
+from contracts.harness import SHAPE, Runner, Tokens, answers, assert_same_answer, draw_tokens, revealing_tokens, spy
 from contracts.toy import RememberedMeans
 from torch import Tensor
 
@@ -138,8 +127,7 @@ def test_segments_are_cut_at_absolute_positions_wherever_a_chunk_begins() -> Non
 
 def test_prompt_tokens_follow_the_prefill_rule_and_generated_ones_the_decode_rule() -> None:
     plan = Plan(
-        prefill=Rule(StreamingLLM(), Budget(tokens=8, dense_layers=())),
-        decode=Rule(OracleTokens(), SMALL_BUDGET),
+        prefill=Rule(StreamingLLM(), Budget(tokens=8, dense_layers=())), decode=Rule(OracleTokens(), SMALL_BUDGET)
     )
     runner = Runner(plan)
     runner.feed(draw_tokens(60, 0), decode_tokens=5)
@@ -305,6 +293,5 @@ def test_mass_budgets_tell_the_method_what_is_always_visible() -> None:
     Runner(plan, shape=shape).feed_all(tokens, 79, [79])
     logits = (tokens.queries[:, -1:] @ tokens.keys.repeat_interleave(2, 0).mT * shape.scale).squeeze(1)
     expected = torch.cat([logits[:, :4], logits[:, -4:]], 1).logsumexp(-1)
-    assert asked[0].limit.always_lse is not None
     torch.testing.assert_close(asked[0].limit.always_lse[:, 0], expected, rtol=1e-4, atol=1e-4)
     assert asked[0].limit.mass == 0.9

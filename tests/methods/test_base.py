@@ -1,7 +1,5 @@
 """What scoring methods share: ranking, ties, masses; and what a bare method says about itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

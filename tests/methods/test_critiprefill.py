@@ -1,7 +1,5 @@
 """CritiPrefill: its estimators, its fusion over layers, and the summaries that it shares with Quest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
 from typing import Any

@@ -1,13 +1,11 @@
 """H2O keeps the tokens with the largest sum of weights over past queries, by KV head, and drops the lowest for good."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from contracts.checks import masked_attention
-from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
+from contracts.harness import SHAPE, Runner, draw_tokens
 from methods.weighted import seen, softmax_over, weighted
 from torch import Tensor
 
@@ -49,38 +47,6 @@ OTHER = [[1], [1 / 2, 1 / 2], [1 / 3, 1 / 3, 1 / 3], [1, 1, 1, 1], [1, 1, 1, 1, 
 def test_what_is_dropped_by_hand(method: H2O, heads: list[list[list[float]]], expected: list[list[int]]) -> None:
     shape, tokens = weighted(heads, num_kv_heads=1)
     assert seen(plan_of(method, 3), shape, tokens, 3) == [expected] * len(heads)
-
-
-def simulate(tokens: Tokens, prompt: int, budget: Budget, method: H2O) -> Tensor:
-    """What each generated query sees, the slow way: bool [num_query_heads, num_steps, num_tokens]."""
-    length, group = tokens.length, SHAPE.group_size
-    left = torch.ones(SHAPE.num_kv_heads, length, dtype=torch.bool)
-    sums = torch.zeros(SHAPE.num_kv_heads, length, dtype=torch.float64)
-    rows = []
-    for query in range(length):
-        past = torch.arange(length) <= query
-        if query >= prompt:
-            _, stop = budget.always(query, 1)
-            for head in range(SHAPE.num_kv_heads):
-                others = [j for j in range(budget.sinks, stop) if left[head, j]]
-                room = budget.units(query, 1)
-                recent = others[len(others) - int(method.recent * room) :]
-                rest = sorted(others[: len(others) - len(recent)], key=lambda j: (-float(sums[head, j]), j))
-                left[head, rest[room - len(recent) :]] = False
-            rows.append((left & past).repeat_interleave(group, 0))
-        weights = softmax_over(tokens, query, (left & past).repeat_interleave(group, 0), SHAPE)
-        sums += weights.unflatten(0, (SHAPE.num_kv_heads, group)).sum(1)
-    return torch.stack(rows, 1)
-
-
-@pytest.mark.parametrize("recent", [0.0, 0.3])
-@pytest.mark.parametrize("prompt", [70, 300])
-def test_it_sees_what_the_formula_says(prompt: int, recent: float) -> None:
-    method, budget = H2O(recent=recent), Budget(tokens=40, sinks=3, window=6, dense_layers=())
-    tokens = draw_tokens(prompt + 12, 5)
-    answer = Runner(Plan(decode=Rule(method, budget))).feed_all(tokens, prompt, [50, 131, *range(prompt, prompt + 12)])
-    expected = masked_attention(tokens, simulate(tokens, prompt, budget, method))
-    torch.testing.assert_close(answer[:, prompt:], expected, rtol=1e-4, atol=2e-5)
 
 
 def test_in_prefill_a_segment_drops_for_the_tokens_before_it() -> None:

@@ -1,7 +1,5 @@
 """InfiniGen: how many tokens are wanted, which, by which channels, and of which query."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -164,7 +162,6 @@ def test_the_query_that_was_foreseen_chooses_and_the_true_one_attends() -> None:
 
 def test_defaults_are_those_of_the_paper() -> None:
     rule = parse_plan("infinigen").decode
-    assert rule is not None
     assert rule.method == InfiniGen(alpha=5.0, partial=0.2)
     assert (rule.budget.ratio, rule.budget.tokens, rule.budget.dense_layers) == (0.2, None, (0,))
     assert parse_plan("infinigen").wants_hidden

@@ -1,7 +1,5 @@
 """InfLLM: what stands for a block, which blocks are chosen, and from where they are seen."""
 
-from __future__ import annotations
-
 from math import inf, log
 from typing import Any
 
@@ -95,9 +93,7 @@ def formula(method: InfLLM, raw: Tokens, question: Asked) -> Tensor:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    "knobs",
-    [{}, {"compat": "paper"}, {"positions": "absolute"}, {"local": 40}, {"representatives": 4}],
-    ids=str,
+    "knobs", [{}, {"compat": "paper"}, {"positions": "absolute"}, {"local": 40}, {"representatives": 4}], ids=str
 )
 def test_the_blocks_are_those_of_the_formula(knobs: dict[str, Any], phase: str) -> None:
     """With ``local`` beyond the window, some candidates are still being asked for."""
@@ -166,13 +162,11 @@ def test_queries_that_nobody_saw_leave_blocks_to_their_mean_key() -> None:
 
 def test_the_papers_budget_is_128_initial_tokens_a_window_of_4096_and_16_blocks() -> None:
     rule = parse_plan("infllm").decode
-    assert rule is not None
     budget = rule.budget
     assert (budget.sinks, budget.window, budget.dense_layers) == (128, 4096, ())
     assert {budget.units(start, 128) for start in range(20000, 20256)} == {16}
     assert str(rule) == f"infllm:budget={budget.tokens}"
     shorter = parse_plan("infllm:local=1024:block=64").decode
-    assert shorter is not None
     assert shorter.budget.window == 1024
     assert {shorter.budget.units(start, 64) for start in range(20000, 20128)} == {16}
 
@@ -184,29 +178,30 @@ def test_a_model_whose_rotation_is_not_known_needs_absolute_positions() -> None:
     Runner(Plan(decode=Rule(InfLLM(**SMALL, positions="absolute"), BUDGET)), shape=shape)
 
 
+def assert_same_tiles(one: Runner, other: Runner, count: int) -> None:
+    assert len(one.state().tiles) == len(other.state().tiles) == count
+    assert all(torch.equal(*pair) for pair in zip(one.state().tiles, other.state().tiles))
+
+
 def test_a_checkpoint_is_restored_from_any_later_length() -> None:
     """Farther than queries are kept for: those of the tile that was under way would be lost."""
-    raw, plan = draw_tokens(800, 9), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
+    tokens, plan = rotated(draw_tokens(800, 9)), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
     there_and_back, straight = Runner(plan), Runner(plan)
     for runner in (there_and_back, straight):
-        runner.feed(rotated(raw).part(0, 103))
+        runner.feed(tokens.part(0, 103))
     there_and_back.attention.checkpoint()
     there_and_back.feed(draw_tokens(600, 1))
     there_and_back.crop(0, 103)
     for runner in (there_and_back, straight):
-        runner.feed(rotated(raw).part(103, 140))
-    one, other = (runner.state() for runner in (there_and_back, straight))
-    assert len(one.tiles) == len(other.tiles) == 140 // 16
-    assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))
+        runner.feed(tokens.part(103, 140))
+    assert_same_tiles(there_and_back, straight, 140 // 16)
 
 
 def test_a_long_prompt_at_once_is_summed_as_its_chunks_are() -> None:
     """More queries than are kept for a roll-back, and a chunk that ends within a tile."""
-    raw, plan = draw_tokens(700, 9), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
+    tokens, plan = rotated(draw_tokens(700, 9)), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
     at_once, in_chunks = Runner(plan), Runner(plan)
-    at_once.feed_all(rotated(raw), 699, [699])
-    in_chunks.feed_all(rotated(raw), 699, [*range(0, 699, 37), 699])
-    one, other = (runner.state() for runner in (at_once, in_chunks))
-    assert len(one.tiles) == len(other.tiles) == 700 // 16
-    assert one._waiting == (), "the queries of the chunk are let go"
-    assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))
+    at_once.feed_all(tokens, 699, [699])
+    in_chunks.feed_all(tokens, 699, [*range(0, 699, 37), 699])
+    assert at_once.state()._waiting == (), "the queries of the chunk are let go"
+    assert_same_tiles(at_once, in_chunks, 700 // 16)

@@ -1,7 +1,5 @@
 """MagicPIG: hand-computed probabilities, samples by the formula written out, an estimate that is right on average."""
 
-from __future__ import annotations
-
 from math import pi
 from typing import Any
 
@@ -89,7 +87,6 @@ def test_the_selection_is_that_of_the_formula_written_out(bits: int, tables: int
         sampled = sampled_by(used)
         assert sampled <= set(selection.units[head].tolist())
         room = (units - len(sampled)) / (130 - len(sampled))
-        assert selection.log_weight is not None
         for key, weight in zip(selection.units[head].tolist(), selection.log_weight[head].tolist()):
             cosine = float(torch.nn.functional.cosine_similarity(QUERY[head, 0].double(), keys[key], dim=0))
             p = 1 - torch.tensor(cosine).acos().item() / pi
@@ -104,7 +101,6 @@ def test_the_denominator_is_right_on_average() -> None:
     sums = []
     for seed in range(runs):
         _, selection = asked(MagicPIG(bits=6, tables=20, seed=seed), 30)
-        assert selection.log_weight is not None
         sums.append((selection.log_weight.exp() * SHARES.gather(1, selection.units)).sum(-1))  # 1 if exact
     mean, deviation = torch.stack(sums).mean(0), torch.stack(sums).std(0)
     assert bool(((mean - 1).abs() <= 4 * deviation / runs**0.5 + 2e-3).all()), mean

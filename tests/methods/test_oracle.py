@@ -1,7 +1,5 @@
 """Oracles: nothing with the same budget recovers more attention, and mass budgets hold what they promise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import SHAPE, Case, draw_tokens, revealing_tokens, visible_tokens

@@ -1,7 +1,5 @@
 """PQCache: centroids, codes and look-ups by hand, against the formula written out; when centroids are fitted again."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SampleAttention, KeyDiff, SparQ, Loki and LessIsMore: each against its formula."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 

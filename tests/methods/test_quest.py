@@ -1,7 +1,5 @@
 """Quest against an independent reading of the paper and of its public code, a page and a head at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, draw_tokens

@@ -1,7 +1,5 @@
 """QuoKA: which queries it keeps, how it scores keys, and what it remembers."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random draws: the same in every process, different in every layer and at every position, fair to every unit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

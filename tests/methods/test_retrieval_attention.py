@@ -1,8 +1,6 @@
 """RetrievalAttention selects what an exact search selects, wherever its index looks at everything, and remembers what
 it needs of a sequence: queries of the prompt, and indexes that survive forks and roll-backs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -200,7 +198,6 @@ def test_the_papers_budget_is_the_default() -> None:
         if "paper" in spec and not native.available():
             continue
         rule = parse_plan(spec).decode
-        assert rule is not None
         assert (rule.budget.sinks, rule.budget.window, rule.budget.tokens) == (128, 512, 740)
         assert rule.budget.units(100_000, 1) == 100
         assert rule.budget.dense_layers == (() if "paper" in spec else (0, 1))

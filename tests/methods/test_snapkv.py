@@ -1,18 +1,9 @@
 """SnapKV keeps the tokens that the last queries of the prompt vote for, and generated tokens while there is room."""
 
-from __future__ import annotations
-
-import pytest
-import torch
-from contracts.checks import masked_attention
-from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
-from methods.weighted import seen, softmax_over, weighted
-from torch import Tensor
-from torch.nn.functional import max_pool1d
+from methods.weighted import seen, weighted
 
 from kvsift.methods.snapkv import SnapKV
 from kvsift.plan.budget import Budget
-from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 
 # A prompt of six tokens whose last two queries vote on the first four.
@@ -50,68 +41,8 @@ def test_generated_tokens_take_the_place_of_the_fewest_votes() -> None:
     assert seen(plan, shape, tokens, 6) == [expected] * 2
 
 
-def test_another_prompt_votes_anew_over_what_is_left() -> None:
-    """Five tokens see prompt, generated tokens and prompt again; the votes of the second one's queries decide, and what
-    was dropped before stays so."""
-    method = SnapKV(queries=4, kernel=3)
-    budget = Budget(tokens=30, sinks=2, window=5, dense_layers=())
-    tokens, shape = draw_tokens(140, 4), SHAPE
-    runner = Runner(Plan(decode=Rule(method, budget)))
-    runner.feed_all(tokens.part(0, 70), 60, range(60, 70))
-    dropped_first = ~left_of(runner, 70)
-    runner.feed(tokens.part(70, 139))
-    answer = runner.feed(tokens.part(139), decode_tokens=1)[0]
-    left = ~torch.nn.functional.pad(dropped_first, (0, 70))
-    kept = vote(tokens, 139, left & (torch.arange(140) < 139), method, budget)
-    mask = (kept | (torch.arange(140) == 139)).repeat_interleave(shape.group_size, 0).unsqueeze(1)
-    torch.testing.assert_close(answer, masked_attention(tokens, mask), rtol=1e-4, atol=2e-5)
-
-
-def left_of(runner: Runner, length: int) -> Tensor:
-    drops = runner.state().drops
-    return torch.zeros(SHAPE.num_kv_heads, length, dtype=torch.bool).scatter_(
-        1, drops.left(length, torch.device("cpu")), True
-    )
-
-
-def vote(tokens: Tokens, start: int, left: Tensor, method: SnapKV, budget: Budget) -> Tensor:
-    """What is left for the query at ``start``, the slow way: bool [num_kv_heads, num_tokens]; left the same."""
-    first = start - method.queries
-    group, total = SHAPE.group_size, torch.zeros(SHAPE.num_query_heads, tokens.length, dtype=torch.float64)
-    for query in range(first, start):
-        visible = (left & (torch.arange(tokens.length) <= query)).repeat_interleave(group, 0)
-        total += softmax_over(tokens, query, visible, SHAPE)
-    total = total.unflatten(0, (-1, group)).mean(1)
-    kept = left.clone()
-    for head in range(len(left)):
-        before = left[head, :first].nonzero().flatten()
-        numbers = total[head, before]
-        padded = torch.nn.functional.pad(numbers, (method.kernel // 2,) * 2)
-        pooled = padded.unfold(0, method.kernel, 1).mean(-1)
-        if method.pooling == "max":
-            pooled = max_pool1d(numbers[None], method.kernel, 1, method.kernel // 2)[0]
-        ranks = dict(zip(before.tolist(), pooled.tolist()))
-        _, stop = budget.always(start, 1)
-        others = [j for j in range(budget.sinks, stop) if left[head, j]]
-        others.sort(key=lambda j: (-ranks.get(j, 1e9 + j), j))
-        kept[head, others[budget.units(start, 1) :]] = False
-    return kept
-
-
-@pytest.mark.parametrize("knobs", [{}, {"pooling": "max", "kernel": 7}, {"kernel": 1, "queries": 70}])
-def test_it_sees_what_the_formula_says(knobs: dict[str, object]) -> None:
-    method = SnapKV(**{"queries": 12, **knobs})  # type: ignore[arg-type]
-    budget, tokens = Budget(tokens=30, sinks=3, window=6, dense_layers=()), draw_tokens(91, 5)
-    answer = Runner(Plan(decode=Rule(method, budget))).feed_all(tokens, 90, [17, 85, 90])
-    kept = vote(tokens, 90, (torch.arange(91) < 90).expand(SHAPE.num_kv_heads, -1), method, budget)
-    mask = (kept | (torch.arange(91) == 90)).repeat_interleave(SHAPE.group_size, 0).unsqueeze(1)
-    torch.testing.assert_close(answer[:, 90:], masked_attention(tokens, mask), rtol=1e-4, atol=2e-5)
-
-
 def test_compat_brings_knobs_and_budget() -> None:
     code, paper = (parse_plan(f"snapkv:compat={compat}").decode for compat in ("code", "paper"))
-    assert code is not None
-    assert paper is not None
     assert code.method == SnapKV(heads="query", compat="code")
     assert code.budget == Budget(tokens=321, sinks=0, window=65, dense_layers=())
     assert paper.method == SnapKV(queries=32, kernel=7, pooling="max", heads="query", compat="paper")

@@ -1,7 +1,5 @@
 """SparQ in decode: channels, shares, and the mean value in place of what is not seen."""
 
-from __future__ import annotations
-
 from math import log, sqrt
 from typing import Any
 
@@ -165,8 +163,6 @@ def test_the_mean_of_long_contexts_reads_a_block_at_most(monkeypatch: pytest.Mon
 
 def test_settings_of_paper_and_notebook() -> None:
     paper, code = parse_plan("sparq:compat=paper").decode, parse_plan("sparq:compat=code").decode
-    assert paper is not None
-    assert code is not None
     assert (paper.budget.tokens, paper.budget.window, paper.budget.sinks, paper.budget.dense_layers) == (128, 32, 0, ())
     assert (code.budget.tokens, code.budget.window) == (64, 16)
     assert SparQ().state_bytes_per_token(SHAPE) == 2 * 8 * 8 / 256

@@ -1,7 +1,5 @@
 """StreamingLLM is attention under a lambda-shaped mask: the first tokens and the last ones, for every query alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.checks import masked_attention

@@ -1,17 +1,13 @@
 """TOVA keeps the tokens that the query before weighs most, by the mean of all heads, and drops the others for good."""
 
-from __future__ import annotations
-
 import pytest
-import torch
-from contracts.checks import masked_attention
-from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
-from methods.weighted import seen, softmax_over, weighted
+from contracts.harness import SHAPE, draw_tokens
+from methods.weighted import compare, seen, simulate, softmax_over, weighted
 from torch import Tensor
 
 from kvsift.methods.tova import TOVA
 from kvsift.plan.budget import Budget
-from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
 # Weights of queries 0 to 4, of two KV heads; 3 and 4 are generated. Query 3 sees no token 1, whatever its weight.
@@ -38,29 +34,17 @@ def test_the_mean_over_heads_decides_for_all_of_them(compat: str, expected: list
     assert seen(plan_of(f"tova:compat={compat}:budget=3"), shape, tokens, 3) == [expected] * 2
 
 
-def simulate(tokens: Tokens, prompt: int, budget: Budget) -> Tensor:
-    """What each generated query sees, the slow way: bool [num_query_heads, num_steps, num_tokens]."""
-    left, rows = torch.ones(tokens.length, dtype=torch.bool), []
-    for query in range(prompt, tokens.length):
-        before = left & (torch.arange(tokens.length) < query)
-        weights = softmax_over(tokens, query - 1, before.expand(SHAPE.num_query_heads, -1), SHAPE).mean(0)
-        others = [j for j in range(budget.sinks, budget.always(query, 1)[1]) if left[j]]
-        others.sort(key=lambda j: (-float(weights[j]), j))
-        left[others[budget.units(query, 1) :]] = False
-        rows.append((left & (torch.arange(tokens.length) <= query)).expand(SHAPE.num_query_heads, -1))
-    return torch.stack(rows, 1)
+def test_compat_brings_its_budget() -> None:
+    for compat, window in (("paper", 1), ("code", 2)):
+        rule = parse_plan(f"tova:compat={compat}").decode
+        assert rule.budget == Budget(tokens=513, sinks=0, window=window, dense_layers=())
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(0, 1), (0, 2), (3, 6)])
 def test_it_sees_what_the_formula_says(sinks: int, window: int) -> None:
     budget, tokens = Budget(tokens=30, sinks=sinks, window=window, dense_layers=()), draw_tokens(95, 5)
-    answer = Runner(Plan(decode=Rule(TOVA(), budget))).feed_all(tokens, 80, [31, *range(80, 95)])
-    expected = masked_attention(tokens, simulate(tokens, 80, budget))
-    torch.testing.assert_close(answer[:, 80:], expected, rtol=1e-4, atol=2e-5)
 
+    def worths_of(query: int, left: Tensor) -> tuple[Tensor, int]:
+        return softmax_over(tokens, query - 1, left.expand(SHAPE.num_query_heads, -1), SHAPE).mean(0, keepdim=True), 0
 
-def test_compat_brings_its_budget() -> None:
-    for compat, window in (("paper", 1), ("code", 2)):
-        rule = parse_plan(f"tova:compat={compat}").decode
-        assert rule is not None
-        assert rule.budget == Budget(tokens=513, sinks=0, window=window, dense_layers=())
+    compare(TOVA(), budget, tokens, [(80, 95)], simulate(tokens, [(80, 95)], 1, budget, worths_of))

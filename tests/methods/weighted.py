@@ -1,12 +1,15 @@
-"""Tokens with attention weights written by hand, and runs that show which tokens each query saw."""
+"""Tokens with attention weights written by hand, and which tokens each query sees: of a run, and the slow way."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import torch
-from contracts.harness import Runner, Tokens
+from contracts.checks import masked_attention
+from contracts.harness import SHAPE, Runner, Tokens, assert_same_answer
 from torch import Tensor
 
-from kvsift.plan.plan import Plan
+from kvsift.methods.common.dropping import DroppingMethod
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape
 
 
@@ -39,6 +42,69 @@ def softmax_over(tokens: Tokens, query: int, visible: Tensor, shape: LayerShape)
     return logits.masked_fill(~visible, -torch.inf).softmax(-1)
 
 
+def kept_by_rule(worths: list[dict[int, float]], k: int, own: int) -> list[set[int]]:
+    """Each head keeps ``own`` and a fifth of what is left of k; the rest is for the largest worths of all. Ties go to
+    the lower head, then to the earlier token."""
+    own = min(own, k)
+    ranked = [sorted(worth, key=lambda token: (-worth[token], token)) for worth in worths]
+    safe = own + int(0.2 * (k - own))
+    kept = [set(tokens[:safe]) for tokens in ranked]
+    rest = [(-worths[head][token], head, token) for head, tokens in enumerate(ranked) for token in tokens[safe:]]
+    for _, head, token in sorted(rest)[: k * len(worths) - sum(map(len, kept))]:
+        kept[head].add(token)
+    return kept
+
+
+def simulate(
+    tokens: Tokens, runs: list[tuple[int, int]], num_rows: int, budget: Budget,
+    worths_of: Callable[[int, Tensor], tuple[Tensor, int]],
+) -> Tensor:  # fmt: skip
+    """What each query of the generated runs sees, the slow way: bool [num_query_heads, num_queries, num_tokens]. Heads
+    that share nothing keep as many each.
+
+    ``worths_of`` tells of a query and bool [num_rows, num_tokens] that are left before it: worths, alike, and how many
+    tokens are every head's own.
+    """
+    left = torch.ones(num_rows, tokens.length, dtype=torch.bool)
+    group, rows = SHAPE.num_query_heads // num_rows, []
+    for query in (query for start, stop in runs for query in range(start, stop)):
+        stop = budget.always(query, 1)[1]
+        worths, own = worths_of(query, left & (torch.arange(tokens.length) < query))
+        others = [[j for j in range(budget.sinks, stop) if row[j]] for row in left]
+        by_head = [{j: float(worths[head, j]) for j in of_head} for head, of_head in enumerate(others)]
+        units = budget.units(query, 1)
+        kept = kept_by_rule(by_head, units, own if budget.head_budgets == "adaptive" else units)
+        for head, of_head in enumerate(others):
+            left[head, [j for j in of_head if j not in kept[head]]] = False
+        rows.append((left & (torch.arange(tokens.length) <= query)).repeat_interleave(group, 0))
+    return torch.stack(rows, 1)
+
+
+def compare(
+    method: DroppingMethod, budget: Budget, tokens: Tokens, runs: list[tuple[int, int]], visible: Tensor,
+    joins: bool = False,
+) -> None:  # fmt: skip
+    """The answers of generated runs are attention over what is visible, which is the budget in the mean."""
+    plan, at, answers = Plan(decode=Rule(method, budget)), 0, []
+    runner = Runner(Plan() if joins else plan)
+    for start, stop in runs:
+        runner.feed(tokens.part(at, start))
+        if joins:
+            runner.attention.replan(plan)
+        answers.append(runner.feed(tokens.part(start, stop), decode_tokens=stop - start)[0])
+        at = stop
+    queries = [query for run in runs for query in range(*run)]
+    mask = torch.zeros(SHAPE.num_query_heads, tokens.length, tokens.length, dtype=torch.bool)
+    mask[:, queries] = visible
+    mask[:, [query for query in range(tokens.length) if query not in queries], 0] = True  # not compared
+    assert_same_answer(torch.cat(answers, 1), masked_attention(tokens, mask)[:, queries], "not what the rule says")
+    by_head = visible.sum(-1).double()
+    assert bool((by_head.mean(0) == budget.tokens).all())
+    assert bool((by_head != by_head[0]).any()) == (budget.head_budgets == "adaptive"), "who shares, and nobody else"
+    tally = runner.stats.phase("decode")
+    assert float(tally.visible_tokens) / len(queries) == budget.tokens
+
+
 class Keys:
     """A reader of given keys, which counts the bytes of what a method remembers."""
 
@@ -48,7 +114,7 @@ class Keys:
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.given[:, start:stop]
 
-    borrow = keys
+    borrow = borrow_in_place = keys
 
     def counted(self, remembered: Tensor) -> Tensor:
         self.read += remembered.numel() * remembered.element_size()

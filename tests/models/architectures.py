@@ -5,8 +5,6 @@
 prints a line of JSON for each class. The process is to be short-lived: some architectures keep memory for good.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

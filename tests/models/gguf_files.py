@@ -1,7 +1,5 @@
 """GGUF files of tiny models, written with the ``gguf`` package: its names of tensors and its quantisation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Directories of models whose linear weights have 8 or 4 bits, as their tools write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

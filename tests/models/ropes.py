@@ -1,7 +1,5 @@
 """Tiny models with every type of RoPE that transformers has, stretched beyond an original maximum of 128 tokens."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every causal language model of the installed transformers answers as stock, or is refused with a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,9 +30,7 @@ def outcomes(names: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_every_architecture_answers_as_stock_or_is_refused_with_a_sentence(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_architecture_answers_as_stock_or_is_refused_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     names = class_names()
     parts = [names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
     found = [outcome for part in parts for outcome in outcomes(part)]

@@ -1,7 +1,5 @@
 """Which models take fused steps, and what joining their weights leaves of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,6 @@ def test_layers_of_one_input_are_one_product(bias: bool) -> None:
     layers, x = linears(6, 4, 4, bias=bias), torch.randn(3, 8)
     expected = torch.cat([layer(x) for layer in layers], 1)
     joined = Projection.of(*layers)
-    assert joined.weight is not None
     assert torch.allclose(joined(x), expected)
     assert torch.allclose(torch.cat([layer(x) for layer in layers], 1), expected)
     storages = {layer.weight.untyped_storage().data_ptr() for layer in layers}
@@ -43,8 +40,6 @@ def test_layers_of_one_input_are_one_product(bias: bool) -> None:
 def test_joining_twice_moves_nothing() -> None:
     layers = linears(6, 4)
     first, second = Projection.of(*layers), Projection.of(*layers)
-    assert first.weight is not None
-    assert second.weight is not None
     assert first.weight.data_ptr() == second.weight.data_ptr()
     assert torch.equal(first.weight, second.weight)
 

@@ -1,7 +1,5 @@
 """Prompt chunks by fused steps: the logits and the cache of the same model under transformers, whatever the plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

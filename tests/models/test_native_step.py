@@ -1,7 +1,5 @@
 """Decode steps in one call of the compiled core: the bits, the cache and the counters of composed steps."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,6 @@ def assert_alike(one: SparseCache, other: SparseCache) -> None:
 
 
 def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
-    assert fused.native is not None
     return fused.native._begin(cache) is not None
 
 

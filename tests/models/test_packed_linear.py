@@ -1,7 +1,5 @@
 """Modules of packed weights in the places of plain ones."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -49,7 +49,6 @@ def test_packed_products_are_as_near_to_the_expanded_weights_as_inputs_in_8_bits
 ) -> None:
     codes = drawn(bits, num_out, num_groups, ins, has_zeros, seed)
     matrix, exact = codes.packed(), codes.expanded(torch.float64)
-    assert matrix is not None
     assert matrix.affine == has_zeros
     own = matrix.rows(torch.arange(num_out), torch.float32).double()
     minima = 2.0**-11 * (1 << bits - 1) * codes.scales.double().repeat_interleave(ins, 1)  # in float16

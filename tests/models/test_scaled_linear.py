@@ -1,7 +1,5 @@
 """Modules of 8-bit weights in the places of plain ones, and what joins them."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """Tiny random models of every family, the inputs they are given, and the plans they run under."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The budget: what is always visible, what may be chosen, how much, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The table of objections: conditions, their sentences, and the path that follows. The stored verdicts are in
 ``tests/contracts/verdicts.txt``."""
 
-from __future__ import annotations
-
 from refusals import refused
 
 from kvsift.plan.capabilities import check, reason, reasons, verdict

@@ -1,7 +1,5 @@
 """The guard's decisions: what follows from probes, without a model."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import Any
@@ -63,7 +61,6 @@ def test_a_recovery_is_the_mean_over_layers_and_the_worst_is_named() -> None:
             guard.note(position, layer, recovery)
     assert guard.widens(BUDGET)
     widening = guard.settle(START + 2, BUDGET)
-    assert widening is not None
     assert widening.recovery == pytest.approx(0.84)
     assert (widening.lowest, widening.lowest_layer) == (0.6, 5)
     assert not guard.widens(BUDGET)

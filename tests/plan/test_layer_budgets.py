@@ -1,7 +1,5 @@
 """Budgets by layer and by head: the arithmetic, and what is counted when they run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +78,6 @@ LAYERS = (1, 2, 5, 6, 7)  # others are sliding, say
 
 def in_layer(plan: Plan, layer: int) -> LayerBudget:
     rule = layer_plan(plan, SHAPE._replace(layer=layer, peers=LAYERS)).decode
-    assert rule is not None
     assert isinstance(rule.budget, LayerBudget)
     return rule.budget
 
@@ -288,7 +285,6 @@ def test_weights_show_that_pads_are_not_attended() -> None:
 
 def test_plans_spell_them() -> None:
     plan = parse_plan("quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive")
-    assert plan.decode is not None
     assert (plan.decode.budget.layer_budgets, plan.decode.budget.head_budgets) == ("pyramid", "adaptive")
     assert str(plan) == "quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive"
     assert parse_plan(str(plan)) == plan

@@ -1,7 +1,5 @@
 """Plans: how they are spelt, what they refuse and how they say it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 

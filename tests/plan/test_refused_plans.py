@@ -3,8 +3,6 @@
 What whole kinds of plans cannot do is in ``tests/contracts/verdicts.txt``, and wrong types in ``test_syntax``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -67,8 +67,7 @@ def test_a_knob_of_the_wrong_type_is_refused_for_a_method_of_another_package_too
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["optimism=1", "rounds=4", "both_ways=true", "centre=median", "depth=auto", "depth=2", "beam=5", "sizes=3"],
+    "spec", ["optimism=1", "rounds=4", "both_ways=true", "centre=median", "depth=auto", "depth=2", "beam=5", "sizes=3"]
 )
 def test_a_knob_of_its_type_is_taken(plug_in: None, spec: str) -> None:
     assert isinstance(parse_plan(f"tempered:{spec}").decode.method, Tempered)  # type: ignore[union-attr]

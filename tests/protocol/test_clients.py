@@ -106,7 +106,6 @@ def test_an_abort_ends_the_row(play: Play, server: Served) -> None:
 
 def test_an_error_in_mid_stream_is_raised(play: Play, server: Served) -> None:
     process = play(server, "lost")
-    assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     kill_engine(server)
     wait_ready(server)

@@ -93,7 +93,6 @@ def test_exact_answers_have_the_tokens_of_dense_attention(
         exact = document.ask(question, plan="sketch:budget=256", max_new_tokens=250, sampling=sampling, exact=True)
         assert len(dense.token_ids) == 250
         assert exact.token_ids == dense.token_ids
-        assert exact.exact is not None
         assert max(exact.exact["verified"]) > 1  # several tokens in one pass
         record_property("measured", str({name: exact.exact[name] for name in ("drafted", "drafts_wrong", "repeated")}))
 

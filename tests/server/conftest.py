@@ -1,7 +1,5 @@
 """One server for all tests that leave it as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -10,8 +10,6 @@ slow    one token of four, and another one whenever it is submitted again
 Documents are read at once; one that says die ends it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Run as a script it is a ``kvsift.server.worker`` with these places; ``PLACES`` names them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from math import inf, nan

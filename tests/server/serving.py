@@ -1,7 +1,5 @@
 """A server in a process of its own, and short ways to ask it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

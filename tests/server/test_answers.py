@@ -1,7 +1,5 @@
 """Answers in OpenAI's form, whole and in pieces."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Routes of a server whose engine is not started."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

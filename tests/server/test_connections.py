@@ -1,7 +1,5 @@
 """Clients that are slow, that send too much or something else, and that are too many. No engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -12,7 +10,7 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvsift.server import bodies, connections
 from kvsift.server.api_errors import ApiError
@@ -37,20 +35,22 @@ async def size(scope: Scope, receive: Receive, send: Send) -> None:
     await response(scope, receive, send)
 
 
-def serving(test: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]], app: ASGIApp = size) -> None:
-    """Run a test beside a server; its argument connects to that."""
+def serving(test: Callable[[Streams, Callable[[], Awaitable[Streams]]], Awaitable[None]]) -> None:
+    """Run a test beside a server; its arguments are a connection to that, and what makes others."""
 
     async def run() -> None:
         with listen("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             config = uvicorn.Config(
-                app, log_level="warning", lifespan="off", ws="none", http=Connection, timeout_keep_alive=1,
+                size, log_level="warning", lifespan="off", ws="none", http=Connection, timeout_keep_alive=1,
             )  # fmt: skip
             web = WebServer(config)
             served = asyncio.create_task(web.serve(sockets=[listener]))
             try:
                 async with asyncio.timeout(20):
-                    await test(lambda: asyncio.open_connection("127.0.0.1", port))
+                    streams = await asyncio.open_connection("127.0.0.1", port)
+                    await test(streams, lambda: asyncio.open_connection("127.0.0.1", port))
+                    streams[1].close()
                     await nobody(web)
             finally:
                 web.should_exit = True
@@ -103,8 +103,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [b"", GET], ids=["first", "second"])
 def test_headers_that_come_byte_by_byte_end_in_time(quick: None, first: bytes) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         if first:
             writer.write(first)
             assert await answer(reader) == (200, b"0")
@@ -112,100 +113,87 @@ def test_headers_that_come_byte_by_byte_end_in_time(quick: None, first: bytes) -
         assert data.startswith(b"HTTP/1.1 408 ")
         assert b'"code":"request_timeout"' in data
 
-    serving(test)
-
 
 def test_a_connection_that_says_nothing_is_closed(quick: None) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        assert await rest(await connect()) == b""
-
-    serving(test)
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        assert await rest(streams) == b""
 
 
 def test_a_body_that_comes_byte_by_byte_ends_in_time(quick: None) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n")
         data = await dripped((reader, writer), b" " * 1000)
         assert b" 408 " in data
         assert b"a second for every 32 KB" in data
 
-    serving(test)
-
 
 def test_a_large_body_may_take_longer(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "SLOWEST", 1000)
 
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(HEAD + b"Content-Length: 2000\r\n\r\n")
         for _ in range(10):  # 0.5 s and more
             writer.write(b" " * 200)
             await asyncio.sleep(0.05)
         assert await answer(reader) == (200, b"2000")
-        writer.close()
-
-    serving(test)
 
 
 def test_a_refused_body_that_never_ends_is_not_awaited(quick: None) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(HEAD + b"Content-Length: 99999999\r\n\r\n")
         assert (await answer(reader))[0] == 413
         assert await dripped((reader, writer), b" " * 1000) == b""
 
-    serving(test)
-
 
 def test_an_answer_that_nobody_reads_is_dropped(quick: None) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+    kept: list[asyncio.StreamWriter] = []
+
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
         _, writer = await connect()
         writer.write(GET.replace(b"/ ", b"/50000000 "))
         kept.append(writer)  # open, until the server has no connection
-
-    kept: list[asyncio.StreamWriter] = []
-    serving(test)
 
 
 def test_an_answer_that_is_read_slowly_is_read_to_its_end(quick: None) -> None:
     """It takes far longer than a client may read nothing."""
 
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(GET.replace(b"/ ", b"/30000000 "))
         length = 0
         while part := await reader.read(1 << 20):
             length += len(part)
             await asyncio.sleep(0.02)
         assert length > 30_000_000
-        writer.close()
-
-    serving(test)
 
 
 def test_pipelined_requests_are_answered_in_order() -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         posts = [HEAD + b"Content-Length: %d\r\n\r\n" % length + b" " * length for length in range(40)]
         writer.write(b"".join(posts) + GET)
         assert [await answer(reader) for _ in range(41)] == [(200, b"%d" % length) for length in (*range(40), 0)]
-        writer.close()
-
-    serving(test)
 
 
 def test_what_follows_a_declared_body_is_no_part_of_it() -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(HEAD + b"Content-Length: 4\r\n\r\n" + b" " * 100 + b"\r\n\r\n")
         assert await answer(reader) == (200, b"4")
         status, body = await answer(reader)
         assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_http")
         assert await reader.read() == b""
-        writer.close()
-
-    serving(test)
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n"
@@ -228,7 +216,8 @@ CHUNKED = b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n"
 def test_an_ambiguous_request_is_refused_and_what_follows_it_is_not_answered(
     capfd: pytest.CaptureFixture[str], head: bytes, reason: str
 ) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
         for before in (b"", GET):
             reader, writer = await connect()
             writer.write(before + head + b"\r\n0\r\n\r\n" + GET)
@@ -239,45 +228,41 @@ def test_an_ambiguous_request_is_refused_and_what_follows_it_is_not_answered(
             assert await reader.read() == b""
             writer.close()
 
-    serving(test)
     assert capfd.readouterr().err == "", "clients could fill the log"
 
 
 def test_an_upgrade_is_answered_as_a_plain_request_and_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(GET[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert await answer(reader) == (200, b"0")
-        writer.close()
 
-    serving(test)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["without an end", "in one packet"])
 @pytest.mark.parametrize("size", [70_000, 1 << 20])
 def test_headers_of_a_megabyte_are_refused(size: int, end: bytes) -> None:
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        reader, writer = await connect()
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = streams
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
         status, body = await answer(reader)
         assert (status, json.loads(body)["error"]["message"][:28]) == (431, "headers are larger than 64 K")
-        writer.close()
-
-    serving(test)
 
 
 def test_more_connections_than_are_taken_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "most", 3)
 
-    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
-        idle = [await connect() for _ in range(3)]
+    @serving
+    async def _(streams: Streams, connect: Callable[[], Awaitable[Streams]]) -> None:
+        idle = [streams, await connect(), await connect()]
         reader, writer = await connect()
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 5" in head.lower()
         assert b'"code":"server_busy"' in await reader.read()
-        writer.close()
         idle[0][1].close()
         await asyncio.sleep(0.1)
         reader, writer = await connect()
@@ -285,8 +270,6 @@ def test_more_connections_than_are_taken_are_refused(monkeypatch: pytest.MonkeyP
         assert await answer(reader) == (200, b"0")
         for _, each in (*idle, (reader, writer)):
             each.close()
-
-    serving(test)
 
 
 def test_an_answer_on_a_connection_that_is_kept_does_not_wait_for_an_acknowledgement() -> None:

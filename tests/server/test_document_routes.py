@@ -1,7 +1,5 @@
 """Documents over HTTP: uploaded, read once, asked about, deleted, and kept when the engine dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

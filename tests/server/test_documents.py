@@ -1,7 +1,5 @@
 """Documents are counted, kept in files between starts, and say how long their prefill will take."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

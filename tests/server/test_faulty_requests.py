@@ -1,7 +1,5 @@
 """One request cannot end another: at every place between the logits and the client one fails beside a second one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

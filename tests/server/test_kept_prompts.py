@@ -1,7 +1,5 @@
 """What was read of a document, kept in a file: another engine goes on from it, and the answers are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hosts, keys and origins that are let in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

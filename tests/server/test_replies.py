@@ -1,7 +1,5 @@
 """Replies of the engine process, prompts of messages, and streams whose clients are slow."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

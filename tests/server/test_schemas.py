@@ -1,7 +1,5 @@
 """Bodies of requests: what is accepted, and how the rest is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -86,8 +84,7 @@ def test_other_fields_are_refused_by_name(fields: dict, param: str | None, text:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_prompts_are_texts_or_tokens(prompt: object, prompts: list) -> None:
     assert completion(prompt=prompt).prompt_fields() == {"prompts": prompts, "max_tokens": 16}

@@ -1,7 +1,5 @@
 """What goes wrong around a server: clients that leave, an engine that dies, a full queue, keys, and the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

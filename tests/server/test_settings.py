@@ -1,7 +1,5 @@
 """API keys of a file, addresses that need one, and plans that requests may name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

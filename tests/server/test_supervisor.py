@@ -1,7 +1,5 @@
 """The engine process is watched, replaced and ended, with one that has no model."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -41,7 +39,6 @@ def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object
         finally:
             supervisor.stop()
             await task
-        assert supervisor._process is not None
         assert supervisor._process.returncode is not None
 
     asyncio.run(run())

@@ -1,7 +1,5 @@
 """Files become text in a child process with little time and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -37,7 +37,6 @@ async def killed(course: Course, rng: random.Random) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-S", "-E", "-c", ASKER, host, port, json.dumps(LONG), stdout=asyncio.subprocess.PIPE
     )
-    assert process.stdout is not None
     await process.stdout.readline()
     await asyncio.sleep(rng.random() / 2)
     if process.returncode is None:

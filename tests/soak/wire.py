@@ -48,7 +48,6 @@ class Wire:
 
     async def send(self, data: bytes) -> None:
         """Send bytes; what a server closes meanwhile is found out when its answer is read."""
-        assert self._writer is not None
         self._writer.write(data)
         with suppress(ConnectionError):
             await self._writer.drain()
@@ -106,7 +105,6 @@ class Wire:
 
     def half_close(self) -> None:
         """Say that nothing more is sent."""
-        assert self._writer is not None
         self._writer.write_eof()
 
     def close(self, rudely: bool = False) -> None:

@@ -1,7 +1,5 @@
 """Pools with free pages."""
 
-from __future__ import annotations
-
 from kvsift.stores.page_pool import PagePool
 
 

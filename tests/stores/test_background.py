@@ -1,7 +1,5 @@
 """Work on the host beside the device's: in another thread, with the same answer, and nothing lost on the way."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any

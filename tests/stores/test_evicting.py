@@ -1,7 +1,5 @@
 """A store that drops tokens holds exactly what was kept, in order, and its bytes fall."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,18 +74,6 @@ def test_it_holds_what_a_list_would(data: st.DataObject) -> None:
         expected = [[t for t in row if t < sinks or t >= stop or t in kept[head]] for head, row in enumerate(expected)]
         assert held(store) == expected
         assert store.num_stored(0) == len(expected[0])
-
-
-def test_bytes_fall_to_what_is_held() -> None:
-    store = new_store(num_rows=2, page_size=16)
-    for row in range(2):
-        fill(store, row, 0, 4096)
-    before, per_token = store.num_bytes, 2 * 2 * 8 * 4
-    assert before >= 2 * 4096 * per_token
-    for row in range(2):
-        store.evict(row, 4, torch.arange(100, 200).unsqueeze(0), 4000)
-    assert all(row.keys.shape[1] == 0 for row in store.row_stores), "pages are left that no row owns"
-    assert store.num_bytes <= 2 * (200 + 64) * per_token + 2 * 2 * 100 * 8  # room for 64 more, and the map
 
 
 def test_a_row_that_drops_leaves_the_pages_of_others_alone() -> None:

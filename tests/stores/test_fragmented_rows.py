@@ -1,7 +1,5 @@
 """Rows whose pages are not consecutive: every step has the bits of the same row alone in its pool."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

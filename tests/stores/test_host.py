@@ -1,7 +1,5 @@
 """Stores in host memory hold what a store on the device holds, whatever happens to it, and lend it to the device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

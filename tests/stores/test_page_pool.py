@@ -1,7 +1,5 @@
 """Physical pages: none is lost, none has two owners by mistake, free ones come as runs, and taking many is fast."""
 
-from __future__ import annotations
-
 import random
 from time import perf_counter
 

@@ -1,8 +1,6 @@
 """Which pages belong to which row: shared ones are counted, none is lost, rows that decode side by side stay
 consecutive, and all layers of a batch see the same pages."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -1,7 +1,5 @@
 """The paged store against the plainest model there is: a list of tensors per sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import poison, scattered_table

@@ -1,7 +1,5 @@
 """Rows that a kernel writes: pages are reserved first, the store is told afterwards."""
 
-from __future__ import annotations
-
 import torch
 
 from kvsift.kernels.append import append

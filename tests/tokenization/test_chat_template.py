@@ -1,7 +1,5 @@
 """Whatever form of contents a chat template reads, all of them reach the prompt, or the prompt is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a document spells is text; control tokens come from templates alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path

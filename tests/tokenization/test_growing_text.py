@@ -1,7 +1,5 @@
 """Texts that share a prefix have the tokens that they have alone, whatever the tokenizer, and only ends are encoded."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The text of tokens of every kind of tokenizer: whole, in pieces, stopped, cut anywhere, and as it is served."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

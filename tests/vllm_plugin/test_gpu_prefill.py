@@ -94,7 +94,6 @@ def test_a_prompt_finds_its_kernels_compiled(spec: str, device: str, monkeypatch
     knobs, length = pytest.importorskip("triton").knobs.runtime, 24000  # longer than LONG_ROW
     server = Server("quest:budget=256", [length], "NHD", 32, device)
     prefill, compiled = parse_plan(spec).prefill, list[str]()
-    assert prefill is not None
     compile_ahead(prefill, server.shape, server.layer, server.kind, length, server.dtype)
     torch.cuda.synchronize()
     monkeypatch.setattr(knobs, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name))

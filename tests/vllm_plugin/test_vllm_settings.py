@@ -50,7 +50,6 @@ def test_settings_that_make_no_sense_are_refused(given, message):
 
 def test_a_request_may_name_what_the_summaries_of_the_server_serve():
     settings = Settings.read({"kvsift": {"plan": "sketch:budget=1024", "plans": ["quest:page_size=32"]}})
-    assert settings is not None
     assert settings.summaries == (("sketch1", 16), ("minmax", 32))
     assert str(settings.plan_for("sketch:budget=512")) == "sketch:budget=512"
     assert settings.plan_for("dense") == Plan()
@@ -153,7 +152,6 @@ def test_auto_is_the_tuned_plan_in_settings_requests_and_the_command(tuned, monk
     model = tuned("quest:budget=512")
     reader = plans_of(model, None, "cpu")
     settings = Settings.read({"kvsift": {"plan": "auto", "plans": ["sketch", "auto"]}}, reader)
-    assert settings is not None
     assert [str(plan) for plan in (settings.plan, *settings.plans)] == [
         "quest:budget=512", "sketch:budget=1024", "quest:budget=512"
     ]  # fmt: skip
@@ -172,7 +170,6 @@ def test_a_tuned_plan_that_vllm_cannot_carry_out_is_refused_by_name(tuned):
 def test_without_a_tuned_plan_vllm_takes_the_default_without_a_guard(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = Settings.read({"kvsift": {"plan": "auto"}}, plans_of("some-lab/Tiny-not-here", None, "cpu"))
-    assert settings is not None
     assert str(settings.plan) == "sketch:budget=1024"
     [said] = caplog.messages
     assert "without a guard (under vLLM answers are not probed)" in said

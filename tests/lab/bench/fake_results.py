@@ -1,7 +1,5 @@
 """Results as a fast machine might give them: the floor, a share more, and a few microseconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvsift_lab.bench.attention import NOT_EARLY, SEPARATE, AttentionRecipe, sparse_name

@@ -1,7 +1,5 @@
 """The attention benchmark on a CPU: what is compared is right, what cannot run is named, floors count the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,13 +9,7 @@ import torch
 from kvsift_lab.bench import attention_measure, attention_variants
 from kvsift_lab.bench.attention import NOT_EARLY, AttentionRecipe
 from kvsift_lab.bench.attention_measure import AttentionBench, check_sketch, check_sparse, exact_attention
-from kvsift_lab.bench.attention_variants import (
-    AttentionPoint,
-    Buffers,
-    SparseLaunch,
-    ours_dense,
-    separate_kernels,
-)
+from kvsift_lab.bench.attention_variants import AttentionPoint, Buffers, SparseLaunch, ours_dense, separate_kernels
 from kvsift_lab.bench.timing import host_clock
 from refusals import refused
 from torch import Tensor

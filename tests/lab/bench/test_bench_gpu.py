@@ -1,7 +1,5 @@
 """Small runs of both benchmarks on a GPU, captured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kvsift_lab.bench import attention_variants, machine
@@ -11,10 +9,7 @@ from kvsift_lab.bench.decode import DecodeRecipe
 from kvsift_lab.bench.decode_measure import DecodeBench
 from kvsift_lab.bench.timing import graph_clock
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 DEVICE = torch.device("cuda", 0)
 
 

@@ -1,7 +1,5 @@
 """The decode benchmark on a CPU, its steps run as they are: same pools, counted bytes, reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

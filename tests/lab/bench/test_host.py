@@ -1,7 +1,5 @@
 """The host benchmark in small: variants of a part answer alike, floors count what is read, rounds are cold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

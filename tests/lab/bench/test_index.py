@@ -1,7 +1,5 @@
 """The index benchmark in small: truth is true, knobs end where recall is reached, and the report says so."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data sets for indexes: reproducible, and of the kind they are named for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kvsift_lab.bench.index_data import IndexData, index_data

@@ -1,7 +1,5 @@
 """The prefill benchmarks in small, on a CPU: every variant is timed, and the tables say what was measured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

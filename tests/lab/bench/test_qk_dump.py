@@ -1,7 +1,5 @@
 """What a dump holds is what attention saw: keys as stored, queries at their positions, turned back and forth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -71,7 +69,6 @@ def test_the_rotation_is_written_down(model: Path, tmp_path: Path) -> None:
     """Without their rotation, the keys of a token that recurs would be the same in the first layer."""
     held = made(model, tmp_path / "tiny.safetensors", samples=LENGTH).layer(0)
     rope = held.shape.rope
-    assert rope is not None
     assert 2 * len(rope.inv_freq) == held.shape.head_dim
     first, second, *_ = (1 + place for place, letter in enumerate(text_of(LENGTH - 1)) if letter == "T")  # after <bos>
     angle = (first - second) * rope.inv_freq

@@ -1,7 +1,5 @@
 """The bench of servers: what it asks and counts, with a server of canned answers and with a small real one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

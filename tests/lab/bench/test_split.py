@@ -1,7 +1,5 @@
 """The benchmark of KV in host memory: what it refuses, what it reports, and how busy time is counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

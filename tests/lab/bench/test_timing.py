@@ -1,7 +1,5 @@
 """Statistics of samples, and the order in which they are taken."""
 
-from __future__ import annotations
-
 import pytest
 from kvsift_lab.bench.attention import break_even
 from kvsift_lab.bench.timing import WARM_UP_ROUNDS, Timer, host_clock, interleaved

@@ -1,7 +1,5 @@
 """kvsift bench: refused without a GPU, told point by point, kept in a file."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

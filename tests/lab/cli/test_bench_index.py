@@ -1,7 +1,5 @@
 """kvsift bench dump, index and host: one feeds the next, and what makes no sense is refused before anything runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A bench is one file and one line of the table; --help of the table stays light, and stored recipes still run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """kvsift eval and report: tables on stdout, a results directory, a page; refusals that touch nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from multiprocessing import active_children

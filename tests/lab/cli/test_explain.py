@@ -1,7 +1,5 @@
 """kvsift explain: what it prints and writes, and what it refuses before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 from errno import ENOSPC
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results on disk: a summary that is read and compared, samples beside it, and both together again."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

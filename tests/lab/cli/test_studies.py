@@ -1,7 +1,5 @@
 """Studies run by their command, their points say what was measured, and their tables what the points say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

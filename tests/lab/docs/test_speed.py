@@ -1,7 +1,5 @@
 """Pages about speed: rendered from results, and sensible without."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType
@@ -100,7 +98,6 @@ def test_without_results_pages_say_how_to_make_them(pages: ModuleType) -> None:
             bench = re.fullmatch(
                 r"Not measured yet: `kvsift bench ([a-z-]+) --out results/\S+`, then `make docs`.", line
             )
-            assert bench is not None
             assert bench[1] in BENCHES
     assert list(pages.stale_charts()) == []
 

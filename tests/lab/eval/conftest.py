@@ -1,7 +1,5 @@
 """A tiny model for whole runs, on the CPU whatever the machine has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recipes and samples that tests of the runner share."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any

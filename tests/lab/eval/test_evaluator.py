@@ -1,7 +1,5 @@
 """Set-ups, conversations, perplexity and files: what reaches the model, and under which rule."""
 
-from __future__ import annotations
-
 import json
 from math import exp
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Explanations: what a run read is what the model's own attention says, methods are asked what the run was asked, and
 the passage that holds the answer stands out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise

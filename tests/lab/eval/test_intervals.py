@@ -1,7 +1,5 @@
 """95 % intervals: Wilson's where scores are 0 or 1, else from resampling."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders that kvpress's own scripts read: their names, columns, metrics and configuration."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The lm-eval model scores what the model itself says. Where lm-eval is not installed a package with its registry and
 an empty base class stands in for it; one test wants the real one."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

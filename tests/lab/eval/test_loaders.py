@@ -17,22 +17,14 @@ from refusals import refused
 
 from kvsift.errors import UnreadableFile, WrongFile
 
-RULER_LINE = {
-    "index": 0,
-    "input": "Question: an example\nA text.\nQuestion: which ones?",
-    "outputs": ["ABC", "DEF"],
-    "length": 9,
-}
+RULER_LINE = {"index": 0, "input": "Question: an example\nA text.\nQuestion: which ones?", "outputs": ["ABC", "DEF"]}
+
+
 LONGBENCH_LINE = {
-    "input": "Where is {it}?",
-    "context": "Über Łódź: it is in Oslo.",
-    "answers": ["Oslo", "in Oslo"],
-    "length": 5,
-    "dataset": "hotpotqa",
-    "language": "en",
-    "all_classes": None,
-    "_id": "a1",
-}
+    "input": "Where is {it}?", "context": "Über Łódź: it is in Oslo.", "answers": ["Oslo", "in Oslo"],
+    "dataset": "hotpotqa", "language": "en", "all_classes": None,
+}  # fmt: skip
+OWN_LINE = {"context": "Oslo is a city.", "question": "Which?", "answer": "Oslo"}
 
 
 def write(path: Path, *lines: Any) -> Path:
@@ -80,17 +72,6 @@ def test_ruler_questions_of_documents_are_scored_in_part(tmp_path: Path) -> None
     assert (question.scorer, question.max_new_tokens) == ("string_match_part", 32)
 
 
-def test_a_ruler_file_must_be_named_after_its_task(tmp_path: Path) -> None:
-    with refused("unknown_name"):
-        load_file("ruler", write(tmp_path / "niah_single1.jsonl", RULER_LINE), encode)
-
-
-def test_a_ruler_prompt_without_a_question_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "vt.jsonl", RULER_LINE, RULER_LINE | {"input": "A text."})
-    with refused("wrong_file: 'input' of vt must have its question after the context"):
-        load_file("ruler", path, encode)
-
-
 # LongBench
 
 
@@ -130,30 +111,6 @@ def test_longbench_prompts_beside_the_data_are_used(tmp_path: Path) -> None:
         load_file("longbench", tmp_path / "a.jsonl", encode)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dataset": "hotpot"}, "unknown LongBench data set 'hotpot'; did you mean 'hotpotqa'"),
-        ({"dataset": None}, "'dataset' must be text, not None"),
-        ({"answers": "Oslo"}, "'answers' must be a list of texts"),
-        ({"answers": []}, "'answers' must be a list of texts"),
-        ({"context": 5}, "'context' must be text, not 5"),
-        ({"dataset": "trec", "answers": ["a", "b"], "all_classes": ["a"]}, "a classification has one answer"),
-        ({"dataset": "trec", "answers": ["a"]}, "'all_classes' must be a list"),
-    ],
-)
-def test_a_bad_longbench_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE | change)
-    with refused(f"wrong_file: {message}"):
-        load_file("longbench", path, encode)
-
-
-def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"dataset": "hotpotqa", "question": "?"})
-    with refused("wrong_file: no 'answers'; there are 'dataset', 'question'"):
-        load_file("longbench", path, encode)
-
-
 # InfiniteBench
 
 
@@ -188,36 +145,12 @@ def test_infinitebench_calls_are_found_in_the_input(tmp_path: Path) -> None:
     assert question.references == ("9",)
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "message"),
-    [
-        ("passkey", {"context": "a", "input": "b"}, "'answer' must be text, a number or a list of these, not None"),
-        ("passkey", {"context": "a", "input": "b", "answer": []}, "'answer' must be text"),
-        ("math_find", {"context": "a", "input": "b", "answer": 1}, "'input' must have something like"),
-        (
-            "code_debug",
-            {"context": "a", "input": "", "answer": "x", "options": ["x"]},
-            "must be four texts; there are 1",
-        ),
-        ("code_debug", {"context": "a", "input": "", "answer": "x", "options": list("abcd")}, "'x' is none"),
-    ],
-)
-def test_a_bad_infinitebench_line_is_named(tmp_path: Path, name: str, line: dict[str, Any], message: str) -> None:
-    with refused(f"wrong_file: {name}"):
-        load_file("infinitebench", write(tmp_path / f"{name}.jsonl", line), encode)
-
-
 def test_infinitebench_references_may_be_many_numbers(tmp_path: Path) -> None:
     line = {"context": "1 + 2 - 3 =", "input": "Work it out.", "answer": [1, 3, 0]}
     made, question = only(load_file("infinitebench", write(tmp_path / "math_calc.jsonl", line), encode))
     assert "1 + 2 - 3" in made.context
     assert question.references == ("1", "3", "0")
     assert question.scorer == "math_calc"
-
-
-def test_an_infinitebench_file_must_be_named_after_a_task(tmp_path: Path) -> None:
-    with refused("unknown_name: code_debug, code_run, kv_retrieval, longbook_choice_eng, lon"):
-        load_file("infinitebench", write(tmp_path / "math_calk.jsonl", {}), encode)
 
 
 # PG19, SQuAD, HotpotQA
@@ -249,11 +182,6 @@ def test_so_many_tokens_are_predicted_after_a_text_as_the_recipe_asks(tmp_path: 
     (tmp_path / "r.toml").write_text(text.replace("texts", "jsonl") + "20")
     with refused("invalid_value"):
         EvalRecipe.load(tmp_path / "r.toml")
-
-
-def test_a_directory_without_books_has_no_samples(tmp_path: Path) -> None:
-    with refused("wrong_file"):
-        load_file("pg19", tmp_path, encode)
 
 
 def test_squad_becomes_numbered_documents_of_the_length(tmp_path: Path) -> None:
@@ -343,36 +271,65 @@ def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
     assert made.context.endswith("one\u2028two\x85three")
 
 
-@pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"{'a': 1}", b'{"a": 1} {"b": 2}'])
-def test_a_line_that_is_no_json_is_named(tmp_path: Path, raw: bytes) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(json.dumps(LONGBENCH_LINE).encode() + b"\n" + raw + b"\n")
-    with refused("wrong_file: a.jsonl"):
-        load_file("longbench", path, encode)
-
-
-def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
-    with refused("wrong_file: a.jsonl"):
-        load_file("longbench", write(tmp_path / "a.jsonl", ["a"]), encode)
-
-
 def test_only_as_many_samples_as_wanted_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE, ["a bad line"])
     assert len(load_file("longbench", path, encode, limit=2)) == 2
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def infinite(**line: Any) -> dict[str, Any]:
+    return {"context": "a", "input": "b", **line}
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("ruler/niah_single1", RULER_LINE, "unknown_name"),  # it must be named after its task
+        ("ruler/vt", RULER_LINE | {"input": "A"}, "wrong_file: 'input' of vt must have its question after the context"),
+        ("longbench/a", LONGBENCH_LINE | {"dataset": "hotpot"}, "wrong_file: 'hotpot'; did you mean 'hotpotqa'"),
+        ("longbench/a", LONGBENCH_LINE | {"dataset": None}, "wrong_file: 'dataset' must be text, not None"),
+        ("longbench/a", LONGBENCH_LINE | {"answers": "Oslo"}, "wrong_file: 'answers' must be a list of texts"),
+        ("longbench/a", LONGBENCH_LINE | {"answers": []}, "wrong_file: 'answers' must be a list of texts"),
+        ("longbench/a", LONGBENCH_LINE | {"context": 5}, "wrong_file: 'context' must be text, not 5"),
+        (
+            "longbench/a", LONGBENCH_LINE | {"dataset": "trec", "answers": ["a", "b"], "all_classes": ["a"]},
+            "wrong_file: a classification has one answer",
+        ),
+        ("longbench/a", LONGBENCH_LINE | {"dataset": "trec", "answers": ["a"]}, "wrong_file: 'all_classes' must be"),
+        ("longbench/a", {"dataset": "hotpotqa"}, "wrong_file: no 'answers'; there are 'dataset'"),
+        ("longbench/a", ["a"], "wrong_file: a.jsonl"),
+        ("infinitebench/math_calk", {}, "unknown_name: code_debug, code_run, kv_retrieval, longbook_choice_eng, lon"),
+        ("infinitebench/passkey", infinite(), "wrong_file: must be text, a number or a list of these, not None"),
+        ("infinitebench/passkey", infinite(answer=[]), "wrong_file: 'answer' must be text"),
+        ("infinitebench/math_find", infinite(answer=1), "wrong_file: 'input' must have something like"),
+        ("infinitebench/code_debug", infinite(answer="x", options=["x"]), "wrong_file: four texts; there are 1"),
+        ("infinitebench/code_debug", infinite(answer="x", options=list("abcd")), "wrong_file: 'x' is none"),
+        ("jsonl/a", OWN_LINE | {"answer": 5}, "wrong_file: 'answer' must be text, not 5"),
+        ("jsonl/a", OWN_LINE | {"answer": []}, "wrong_file: 'answer' must be a list of texts, at least one, not []"),
+        ("jsonl/a", OWN_LINE | {"question": " "}, "wrong_file: 'question' is empty"),
+        ("jsonl/a", OWN_LINE | {"context": None}, "wrong_file: 'context' must be text, not None"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named(tmp_path: Path, name: str, line: Any, says: str) -> None:
+    with refused(says):
+        load_file(name.partition("/")[0], write(tmp_path / f"{name}.jsonl", line), encode)
+
+
+@pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"{'a': 1}", b'{"a": 1} {"b": 2}', b"\n", None])
+def test_what_is_no_file_of_lines_is_refused(tmp_path: Path, raw: bytes | None) -> None:
+    if raw is not None:
+        (tmp_path / "a.jsonl").write_bytes(json.dumps(LONGBENCH_LINE).encode() * (raw != b"\n") + b"\n" + raw + b"\n")
+    with refused("missing_file" if raw is None else "wrong_file: a.jsonl"):
+        load_file("longbench", tmp_path / "a.jsonl", encode)
+    for kind in ("longbench", "pg19"):
+        with refused("wrong_file"):
+            load_file(kind, tmp_path / "..", encode)
+
+
+def test_what_is_asked_of_a_file_must_make_sense(tmp_path: Path) -> None:
     with refused("unknown_name: did you mean 'longbench'"):
         load_file("long_bench", tmp_path, encode)
-    with refused("missing_file"):
-        load_file("longbench", tmp_path / "none.jsonl", encode)
-    with refused("wrong_file"):
-        load_file("longbench", tmp_path, encode)
     with refused("invalid_value: limit=0"):
         load_file("longbench", tmp_path, encode, limit=0)
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with refused("wrong_file"):
-        load_file("longbench", tmp_path / "empty.jsonl", encode)
 
 
 # own questions
@@ -395,19 +352,3 @@ def test_own_questions_need_no_faked_benchmark(tmp_path: Path, model: Path) -> N
         {"plans": ["dense", "quest:budget=128"], "files": [{"kind": "jsonl", "path": str(path)}], "model": str(model)}
     )
     assert (recipe.columns, recipe.files[0].name) == ((128,), "mine")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"answer": 5}, "wrong_file: 'answer' must be text, not 5"),
-        ({"answer": []}, "wrong_file: 'answer' must be a list of texts, at least one, not []"),
-        ({"question": " "}, "wrong_file: 'question' is empty"),
-        ({"context": None}, "wrong_file: 'context' must be text, not None"),
-    ],
-)
-def test_a_line_of_own_questions_that_is_wrong_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    line = {"context": "Oslo is a city.", "question": "Which?", "answer": "Oslo"}
-    path = write(tmp_path / "mine.jsonl", line | change)
-    with refused(says):
-        load_file("jsonl", path, encode)

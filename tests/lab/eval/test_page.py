@@ -1,7 +1,5 @@
 """The page: one file, every number from the samples, for eyes and for screen readers."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

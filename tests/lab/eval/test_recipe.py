@@ -1,7 +1,5 @@
 """Recipes: checked before anything runs, complete with what every result is held against."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,16 +51,10 @@ def test_the_recipes_that_ship_can_be_run(path: Path, tmp_path: Path, monkeypatc
     [
         (("seed = 5", "sed = 5"), "unknown_name: of the recipe recipe.toml 'sed'; did you mean 'seed'?"),
         (("lengths = [700]", ""), "invalid_value"),
-        (
-            (RECIPE, "seed = 5"),
-            "missing_input: questions_per_task, questions_per_context, plans",
-        ),
+        ((RECIPE, "seed = 5"), "missing_input: questions_per_task, questions_per_context, plans"),
         (("seed = 5", "length = 5"), "conflict: recipe.toml"),
         (("passkey", "paskey"), "invalid_value: 'paskey'; did you mean 'passkey'?"),
-        (
-            ('["passkey", "key_value"]', '"passkey"'),
-            "invalid_value: it should be a valid list",
-        ),
+        (('["passkey", "key_value"]', '"passkey"'), "invalid_value: it should be a valid list"),
         (('["passkey", "key_value"]', "[]"), "invalid_value"),
         (("[700]", "700"), "invalid_value: it should be a valid list"),
         (("[700]", "[-1]"), "invalid_value: it should be greater than or equal to 1"),
@@ -84,10 +76,7 @@ def test_the_recipes_that_ship_can_be_run(path: Path, tmp_path: Path, monkeypatc
         (("seed = 5", "seed = "), "unreadable_file: recipe.toml"),
         (("seed = 5", "[[files]]\nkind = 'longbench'"), "missing_input: files.0.path"),
         (("seed = 5", "files = 5"), "invalid_value: it should be a valid list"),
-        (
-            ("seed = 5", "[[files]]\nkind = 'squad'\npath = '.'\nlimi = 2"),
-            "unknown_name: did you mean 'limit'?",
-        ),
+        (("seed = 5", "[[files]]\nkind = 'squad'\npath = '.'\nlimi = 2"), "unknown_name: did you mean 'limit'?"),
         (("seed = 5", "[[files]]\nkind = 'longbenc'\npath = '.'"), "invalid_value: did you mean 'longbench'?"),
         (("seed = 5", "[[files]]\nkind = 'longbench'\npath = 'no'"), "invalid_value"),
     ],

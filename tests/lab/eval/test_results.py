@@ -1,7 +1,5 @@
 """A results directory outlives kills, full disks and recipes that changed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -182,10 +180,7 @@ def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: Ev
     for question in range(3):
         results.append(sample(question=question))
     size = (tmp_path / "out" / "samples.jsonl").stat().st_size
-    with (
-        file_size_limit(size + 100),
-        refused("unwritable_file: the disk is full"),
-    ):
+    with file_size_limit(size + 100), refused("unwritable_file: the disk is full"):
         results.append(sample(question=3))
     assert len(lines_of(tmp_path)) == 3
     results.append(sample(question=3))  # there is room again

@@ -173,10 +173,8 @@ def test_two_documents_together_answer(seed: int) -> None:
     (question,) = made.questions
     found = documents(made.context)
     asked = re.search(rf"the ({'|'.join(ROLES)}) of the (\w+ \w+)", question.text)
-    assert asked is not None
     (place,) = [document for document in found if document.startswith(f"The {asked[2]}\n")]
     person = re.search(rf"The {asked[1]} of the {asked[2]} is ([\w ]+)\.", place)
-    assert person is not None
     (life,) = [document for document in found if document.startswith(f"{person[1]}\n")]
     sentences = {statement.format(p=person[1], v=question.answer) for statement, _ in TRAITS.values()}
     assert any(sentence in life for sentence in sentences)

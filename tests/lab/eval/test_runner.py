@@ -1,7 +1,5 @@
 """Whole runs on a model that knows nothing: complete, resumable, and the same however often they were interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

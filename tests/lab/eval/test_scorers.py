@@ -169,16 +169,14 @@ def test_chinese_without_jieba_says_what_to_install(monkeypatch: pytest.MonkeyPa
         score("qa_f1_zh", "北京", ["北京"])
 
 
-def test_an_unknown_scorer_is_refused() -> None:
-    with refused("unknown_name: did you mean 'string_match_all'"):
-        score("string_match_al", "", ["a"])
-
-
-def test_a_scorer_without_references_is_refused() -> None:
-    with refused("missing_input"):
-        score("qa_f1", "Paris", [])
-
-
-def test_a_reference_that_names_no_paragraph_is_refused() -> None:
-    with refused("wrong_file"):
-        score("retrieval", "7", ["seven"])
+@pytest.mark.parametrize(
+    ("name", "references", "says"),
+    [
+        ("string_match_al", ["a"], "unknown_name: did you mean 'string_match_all'"),
+        ("qa_f1", [], "missing_input"),
+        ("retrieval", ["seven"], "wrong_file"),  # it names no paragraph
+    ],
+)
+def test_what_cannot_be_scored_is_refused(name: str, references: list[str], says: str) -> None:
+    with refused(says):
+        score(name, "7", references)

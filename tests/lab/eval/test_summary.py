@@ -1,7 +1,5 @@
 """Cells are made of samples and nothing else, chance of other questions' answers, and unequal counts are said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

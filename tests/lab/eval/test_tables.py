@@ -1,7 +1,5 @@
 """Markdown tables: every number from the samples."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

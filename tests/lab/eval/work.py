@@ -1,7 +1,5 @@
 """What workers of tests do; nothing here is slow to import."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

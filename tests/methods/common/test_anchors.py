@@ -1,7 +1,5 @@
 """Anchor files: what is refused, whose selection a layer takes, and which head's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,7 +164,6 @@ def test_kept_messages_are_found_by_their_layer_and_end_with_the_pass() -> None:
     above = reader(3)
     assert [above.from_layer(layer) is None for layer in (0, 1, 2, 3)] == [True, False, False, True]
     lowest = above.from_layer(1)
-    assert lowest is not None
     assert lowest.tolist() == [[1] * 3] * 2
     assert above.bytes_read == 3 * 2 * 3 * 8
     assert above.from_below() is None

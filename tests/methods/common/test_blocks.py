@@ -1,7 +1,5 @@
 """Two levels of page scores against the rule written out a block and a page at a time."""
 
-from __future__ import annotations
-
 from math import ceil
 
 import pytest
@@ -141,7 +139,6 @@ def test_remembered_rows_are_those_of_the_store_whatever_happened(data: st.DataO
     method = quest(prefilter=1)
     runner = Runner(Plan(decode=Rule(method, Budget(tokens=46, dense_layers=(), sinks=4, window=4))), shape=SHAPE)
     state = method.new_state(SHAPE)
-    assert state is not None
     for seed in range(data.draw(st.integers(1, 8))):
         runner.feed(draw_tokens(data.draw(st.integers(1, 90)), seed, SHAPE))
         if data.draw(st.booleans()):

@@ -1,7 +1,5 @@
 """Methods that drop tokens for good: what is gone stays gone, and taking tokens back takes back what they dropped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, assert_same_answer, draw_tokens, revealing_tokens, spy
@@ -45,7 +43,6 @@ def test_keydiff_that_frees_judges_by_what_is_left() -> None:
     tokens = Tokens(torch.zeros(1, 6, 2), keys, torch.zeros(1, 6, 2))
     for evict, expected in (("true", [[0, 3], [0, 3]]), ("false", [[0, 3], [3, 4]])):
         plan = parse_plan(f"keydiff:evict={evict}:budget=3:sinks=0:window=1:dense_layers=none")
-        assert plan.decode is not None
         asked = spy(plan.decode.method)
         Runner(plan, shape=LayerShape(2, 1, 1, 2, 1.0)).feed_all(tokens, 4, [4, 5])
         assert [question.selection.units[0].tolist() for question in asked] == expected
@@ -68,26 +65,18 @@ def test_a_checkpoint_is_restored_from_any_later_length(spec: str) -> None:
 
 
 @pytest.mark.parametrize(("spec", "back"), in_turns(ONE_SHARES, [KEPT_BACK, 63, 1]))
-def test_some_tokens_can_be_taken_back_without_a_mark(spec: str, back: int) -> None:
-    tokens, runner = draw_tokens(900, 0), Runner(plan_of(spec))
-    runner.feed(tokens.part(0, 870))
-    runner.feed(draw_tokens(back, 2), decode_tokens=back)
-    runner.crop(0, 870)
-    after = runner.feed(tokens.part(870), decode_tokens=30)[0]
-    alone = Runner(plan_of(spec)).feed_all(tokens, 870, [870])[:, 870:]
-    assert_same_answer(after, alone, "what was taken back left a trace")
-
-
-@pytest.mark.parametrize("spec", ONE_SHARES)
-def test_a_part_of_an_answer_can_be_taken_back(spec: str) -> None:
+@pytest.mark.parametrize(("prompt", "answered"), [(870, 0), (270, 60)], ids=["an answer", "a part of one"])
+def test_tokens_can_be_taken_back_without_a_mark(spec: str, back: int, prompt: int, answered: int) -> None:
     """Queries that are counted again saw what was left for each of them."""
-    tokens, runner = draw_tokens(350, 0), Runner(plan_of(spec))
-    runner.feed(tokens.part(0, 270))
-    runner.feed(tokens.part(270, 330), decode_tokens=60)
-    runner.feed(draw_tokens(25, 1), decode_tokens=25)
-    runner.crop(0, 330)
-    after = runner.feed(tokens.part(330), decode_tokens=20)[0]
-    alone = Runner(plan_of(spec)).feed_all(tokens, 270, [270])[:, 330:]
+    length = prompt + answered
+    tokens, runner = draw_tokens(length + 30, 0), Runner(plan_of(spec))
+    runner.feed(tokens.part(0, prompt))
+    if answered:
+        runner.feed(tokens.part(prompt, length), decode_tokens=answered)
+    runner.feed(draw_tokens(back, 2), decode_tokens=back)
+    runner.crop(0, length)
+    after = runner.feed(tokens.part(length), decode_tokens=30)[0]
+    alone = Runner(plan_of(spec)).feed_all(tokens, prompt, [prompt])[:, length:]
     assert_same_answer(after, alone, "what was taken back left a trace")
 
 

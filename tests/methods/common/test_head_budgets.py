@@ -1,43 +1,26 @@
 """Heads of methods that drop, sharing what they keep in all: the rule the slow way, and what must not show."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from contracts.checks import masked_attention
 from contracts.harness import SHAPE, Runner, Tokens, assert_same_answer, draw_tokens, spy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.weighted import seen, softmax_over, weighted
+from methods.weighted import compare, kept_by_rule, seen, simulate, softmax_over, weighted
 from torch import Tensor
 
 from kvsift.methods.common.dropped_tokens import DroppedTokens, as_they_are, select_remaining_shared
-from kvsift.methods.common.dropping import DroppingMethod
 from kvsift.methods.h2o import H2O
 from kvsift.methods.snapkv import SnapKV
 from kvsift.plan.budget import Budget
-from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Candidates, Limit
 
-Worths = list[dict[int, float]]  # by head, of the candidates that it has left
 BUDGET = Budget(tokens=30, sinks=3, window=6, dense_layers=(), head_budgets="adaptive")
-
-
-def kept_by_rule(worths: Worths, k: int, own: int) -> list[set[int]]:
-    """Each head keeps ``own`` and a fifth of what is left of k; the rest is for the largest worths of all. Ties go to
-    the lower head, then to the earlier token."""
-    own = min(own, k)
-    ranked = [sorted(worth, key=lambda token: (-worth[token], token)) for worth in worths]
-    safe = own + int(0.2 * (k - own))
-    kept = [set(tokens[:safe]) for tokens in ranked]
-    rest = [(-worths[head][token], head, token) for head, tokens in enumerate(ranked) for token in tokens[safe:]]
-    for _, head, token in sorted(rest)[: k * len(worths) - sum(map(len, kept))]:
-        kept[head].add(token)
-    return kept
+BUDGETS = [BUDGET, replace(BUDGET, head_budgets="equal")]
 
 
 @settings(max_examples=150)
@@ -110,54 +93,6 @@ def uneven_tokens(length: int, seed: int) -> Tokens:
     return tokens._replace(queries=torch.cat([mild[:group], same[group:] + mild[group:]]))
 
 
-def simulate(
-    tokens: Tokens, runs: list[tuple[int, int]], num_rows: int, budget: Budget,
-    worths_of: Callable[[int, Tensor], tuple[Tensor, int]],
-) -> Tensor:  # fmt: skip
-    """What each query of the generated runs sees, the slow way: bool [num_query_heads, num_queries, num_tokens].
-
-    ``worths_of`` tells of a query and bool [num_rows, num_tokens] that are left before it: worths, alike, and how many
-    tokens are every head's own.
-    """
-    left = torch.ones(num_rows, tokens.length, dtype=torch.bool)
-    group, rows = SHAPE.num_query_heads // num_rows, []
-    for query in (query for start, stop in runs for query in range(start, stop)):
-        stop = budget.always(query, 1)[1]
-        worths, own = worths_of(query, left & (torch.arange(tokens.length) < query))
-        others = [[j for j in range(budget.sinks, stop) if row[j]] for row in left]
-        by_head = [{j: float(worths[head, j]) for j in of_head} for head, of_head in enumerate(others)]
-        kept = kept_by_rule(by_head, budget.units(query, 1), own)
-        for head, of_head in enumerate(others):
-            left[head, [j for j in of_head if j not in kept[head]]] = False
-        rows.append((left & (torch.arange(tokens.length) <= query)).repeat_interleave(group, 0))
-    return torch.stack(rows, 1)
-
-
-def compare(
-    method: DroppingMethod, budget: Budget, tokens: Tokens, runs: list[tuple[int, int]], visible: Tensor,
-    joins: bool = False,
-) -> None:  # fmt: skip
-    """The answers of generated runs are attention over what is visible, which is the budget in the mean."""
-    plan, at, answers = Plan(decode=Rule(method, budget)), 0, []
-    runner = Runner(Plan() if joins else plan)
-    for start, stop in runs:
-        runner.feed(tokens.part(at, start))
-        if joins:
-            runner.attention.replan(plan)
-        answers.append(runner.feed(tokens.part(start, stop), decode_tokens=stop - start)[0])
-        at = stop
-    queries = [query for run in runs for query in range(*run)]
-    mask = torch.zeros(SHAPE.num_query_heads, tokens.length, tokens.length, dtype=torch.bool)
-    mask[:, queries] = visible
-    mask[:, [query for query in range(tokens.length) if query not in queries], 0] = True  # not compared
-    assert_same_answer(torch.cat(answers, 1), masked_attention(tokens, mask)[:, queries], "not what the rule says")
-    by_head = visible.sum(-1).double()
-    assert bool((by_head.mean(0) == budget.tokens).all())
-    assert bool((by_head != by_head[0]).any()), "nothing was shared"
-    tally = runner.stats.phase("decode")
-    assert float(tally.visible_tokens) / len(queries) == budget.tokens
-
-
 def weights(tokens: Tokens, query: int, left: Tensor) -> Tensor:
     """Of one query for what is left by KV head, summed over a group's heads: float64 [num_kv_heads, num_tokens]."""
     visible = (left & (torch.arange(tokens.length) <= query)).repeat_interleave(SHAPE.group_size, 0)
@@ -171,7 +106,10 @@ NAMES = ["one prompt", "two prompts", "hardly more than the budget"]  # so that 
 @pytest.mark.parametrize("runs", RUNS, ids=NAMES)
 @pytest.mark.parametrize("mode", ["online", "oneshot", "decode_only"])
 @pytest.mark.parametrize("recent", [0.0, 0.3])
-def test_h2o_keeps_the_largest_sums_of_all_heads(recent: float, mode: str, runs: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("budget", BUDGETS, ids=lambda budget: budget.head_budgets)
+def test_h2o_keeps_the_largest_sums_of_all_heads_or_of_each(
+    budget: Budget, recent: float, mode: str, runs: list[tuple[int, int]]
+) -> None:
     method, tokens = H2O(recent=recent, mode=mode), uneven_tokens(runs[-1][1], 7)  # type: ignore[arg-type]
     sums, counted = torch.zeros(SHAPE.num_kv_heads, tokens.length, dtype=torch.float64), 0
 
@@ -192,7 +130,7 @@ def test_h2o_keeps_the_largest_sums_of_all_heads(recent: float, mode: str, runs:
         worths[:, stop - int(recent * BUDGET.units(query, 1)) :] = math.inf
         return worths, own
 
-    compare(method, BUDGET, tokens, runs, simulate(tokens, runs, SHAPE.num_kv_heads, BUDGET, worths_of))
+    compare(method, budget, tokens, runs, simulate(tokens, runs, SHAPE.num_kv_heads, budget, worths_of))
 
 
 @pytest.mark.parametrize(("mode", "later"), [("online", 2), ("oneshot", 1)])
@@ -228,9 +166,15 @@ def test_h2o_whose_prompt_nobody_knows_goes_by_the_query_that_asks(runs: list[tu
 
 @pytest.mark.parametrize("runs", RUNS, ids=NAMES)
 @pytest.mark.parametrize("heads", ["kv", "query"])
-@pytest.mark.parametrize("knobs", [{}, {"pooling": "max", "kernel": 7}, {"queries": 4}])
-def test_snapkv_keeps_the_most_votes_of_all_heads(
-    knobs: dict[str, object], heads: str, runs: list[tuple[int, int]]
+@pytest.mark.parametrize(
+    ("knobs", "budget"),
+    [
+        *product([{}, {"pooling": "max", "kernel": 7}, {"queries": 4}], BUDGETS),
+        ({"kernel": 1, "queries": 70}, BUDGETS[1]),
+    ],
+)
+def test_snapkv_keeps_the_most_votes_of_all_heads_or_of_each(
+    budget: Budget, knobs: dict[str, object], heads: str, runs: list[tuple[int, int]]
 ) -> None:
     method = SnapKV(**{"queries": 12, "heads": heads, **knobs})  # type: ignore[arg-type]
     tokens, num_rows = uneven_tokens(runs[-1][1], 1), method.num_rows(SHAPE)
@@ -239,12 +183,12 @@ def test_snapkv_keeps_the_most_votes_of_all_heads(
     def worths_of(query: int, left: Tensor) -> tuple[Tensor, int]:
         nonlocal first, votes
         if query in [start for start, _ in runs]:
-            first = query - method.queries
+            first = max(query - method.queries, 0)
             votes = vote(tokens, method, first, query, left)
         stop = BUDGET.always(query, 1)[1]
         return votes, max(stop - first, 0)
 
-    compare(method, BUDGET, tokens, runs, simulate(tokens, runs, num_rows, BUDGET, worths_of))
+    compare(method, budget, tokens, runs, simulate(tokens, runs, num_rows, budget, worths_of))
 
 
 def vote(tokens: Tokens, method: SnapKV, first: int, stop: int, left: Tensor) -> Tensor:
@@ -256,7 +200,7 @@ def vote(tokens: Tokens, method: SnapKV, first: int, stop: int, left: Tensor) ->
         visible = (left & (torch.arange(tokens.length) <= query)).repeat_interleave(group, 0)
         total += softmax_over(tokens, query, visible, SHAPE).unflatten(0, (-1, group)).mean(1)
     votes = 1e6 + torch.arange(tokens.length, dtype=torch.float64).repeat(len(left), 1)
-    for row, of_head in enumerate(left):
+    for row, of_head in enumerate(left if first else []):
         before = of_head[:first].nonzero().flatten()
         near = torch.nn.functional.pad(total[row, before], (method.kernel // 2,) * 2).unfold(0, method.kernel, 1)
         votes[row, before] = near.mean(-1) if method.pooling == "avg" else near.amax(-1)
@@ -270,7 +214,6 @@ def test_heads_that_are_alike_share_alike(spec: str) -> None:
     outputs, selections = [], []
     for how in ("equal", "adaptive"):
         plan = parse_plan(f"decode={spec}:budget=30:sinks=2:window=6:dense_layers=none:head_budgets={how}")
-        assert plan.decode is not None
         asked = spy(plan.decode.method)
         outputs.append(Runner(plan).feed_all(tokens, 90, range(90, 130)))
         selections.append([question.selection.units.tolist() for question in asked])

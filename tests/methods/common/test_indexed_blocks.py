@@ -1,7 +1,5 @@
 """RetrievalAttention by blocks: an index depends on the tokens up to the end of its block, and on nothing else."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -172,7 +170,6 @@ def test_what_learns_from_keys_alone_wants_no_queries() -> None:
     assert not traits["flat"].wants_queries
     assert RetrievalAttention(block=BLOCK).traits.seals
     rule = parse_plan("retrieval_attention:block=16384").decode
-    assert rule is not None
     assert rule.method.block == 16384
 
 

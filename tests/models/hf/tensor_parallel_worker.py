@@ -3,8 +3,6 @@
 Arguments: directory of the model; plan; file to write; and who splits, one after the other: "transformers", "torch".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

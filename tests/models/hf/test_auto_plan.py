@@ -1,7 +1,5 @@
 """kvsift.sparse(model, "auto"): the plan that was tuned for the checkpoint from which a model was loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One context, several continuations: caches that are copied, repeated over a batch, reset and rewound."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

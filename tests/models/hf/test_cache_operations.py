@@ -1,7 +1,5 @@
 """The operations that generate() and its users call on a cache: cropping, and choosing and repeating rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import SPARSE, greedy, logits, prompt, ragged, tiny
@@ -30,9 +28,7 @@ def steps(model: PreTrainedModel, cache: SparseCache, mask: Tensor, num_steps: i
         mask = torch.cat([mask, torch.ones(len(mask), 1, dtype=torch.long)], 1)
         tokens = torch.full((len(mask), 1), step + 1)
         positions = mask.sum(1, keepdim=True) - 1
-        answers.append(
-            logits(model, tokens, attention_mask=mask, position_ids=positions, past_key_values=cache),
-        )
+        answers.append(logits(model, tokens, attention_mask=mask, position_ids=positions, past_key_values=cache))
     return torch.cat(answers, 1)
 
 

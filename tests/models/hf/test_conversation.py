@@ -1,7 +1,5 @@
 """A cache that is kept between turns: what it holds is what the same tokens leave, however they came in."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Sixteen-bit models: kvsift is no further from float32 than twice what eager attention in the same dtype is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import CACHED, FAMILIES, SPARSE, assert_sparse, covered, greedy, logits, prompt, ragged, tiny

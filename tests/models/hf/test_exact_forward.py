@@ -1,7 +1,5 @@
 """A budget that covers the context changes nothing: logits of plain forward passes equal eager attention's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import FAMILIES, covered, empty_cache, logits, prompt, ragged, tiny

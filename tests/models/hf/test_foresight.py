@@ -1,7 +1,5 @@
 """What a layer would ask of the input of the layer below: by the model's own modules, in decode, for those who ask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

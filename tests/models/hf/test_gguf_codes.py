@@ -1,7 +1,5 @@
 """Packed GGUF tensors as packed matrices, against the dequantisation of the gguf package."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest
@@ -44,7 +42,6 @@ def test_products_are_as_near_to_the_expanded_weights_as_inputs_in_8_bits(
     num_in = num_wide * GGML_QUANT_SIZES[kind][0]
     tensor = random_tensor(kind, num_out, num_in, seed)
     matrix = packed_matrix(tensor)
-    assert matrix is not None
     assert matrix.shape == tensor.shape
     assert matrix.tiles.numel() * 8 == BITS[kind.name] * -(-num_out // 16) * 16 * num_in
     weights = torch.from_numpy(tensor.expand(0, num_out)).double()

@@ -1,7 +1,5 @@
 """Models in GGUF files: the weights, logits and tokenizers of their directories, and refusals of what is not one."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guard in transformers' generate(): each row has its own, which goes with the row wherever it is copied or cut."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,8 +158,5 @@ def test_what_a_guard_cannot_follow_is_refused() -> None:
     for make in (kvsift.make_cache, lambda *given, **options: kvsift.sparse(*given, **options).__enter__()):
         with refused("unsupported_plan: probe_every=0 takes none"):
             make(model, GUARDED, probe_every=0)
-    with (
-        kvsift.sparse(model, GUARDED),
-        refused("unsupported_call"),
-    ):
+    with kvsift.sparse(model, GUARDED), refused("unsupported_call"):
         greedy(model, prompt().repeat(1, 2), prompt_lookup_num_tokens=3)

@@ -1,7 +1,5 @@
 """A pyramid over the layers of a model that are kvsift's and sparse, and over no others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import FAMILIES, prompt, tiny

@@ -1,7 +1,5 @@
 """After the block, however it ends, the model is exactly what it was: attention, hooks, generate and all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

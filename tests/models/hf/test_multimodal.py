@@ -1,7 +1,5 @@
 """A model that also sees: its vision tower looks both ways and is left so, its language model runs under the plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import COVERING, SIZES, SPARSE, assert_sparse, covered, greedy, left_alone, prompt, randomised

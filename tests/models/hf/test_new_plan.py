@@ -1,7 +1,5 @@
 """Another plan over a context that is cached already, as a budget sweep does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import SPARSE, fed, greedy, logits, prompt, tiny

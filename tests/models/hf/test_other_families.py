@@ -1,8 +1,6 @@
 """Beyond the families that everything is tested on: whatever uses the attention interface runs, linear layers beside
 full ones included, which stay as they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,12 +10,7 @@ from models.tiny import SPARSE, assert_sparse, covered, greedy, prompt, ragged, 
 import kvsift
 
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 ALL, UPPER = [0, 1], [1]

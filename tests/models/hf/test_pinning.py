@@ -1,7 +1,5 @@
 """RoPE that depends on the length of the sequence: a cache never holds keys of two rotations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy

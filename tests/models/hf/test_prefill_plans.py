@@ -1,7 +1,5 @@
 """Plans that skip in prefill too: the prompt is read as the plan says, however it is cut, padded or batched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import CACHED, FAMILIES, WITH_SLIDING_LAYERS, greedy, logits, prompt, ragged, tiny

@@ -1,7 +1,5 @@
 """Caches that cannot hold pages, or hold what kvsift has not seen, are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,16 +34,6 @@ def test_a_cache_that_cannot_hold_pages_is_refused(make: Any, reason: str) -> No
     model = tiny()
     with left_alone(model), kvsift.sparse(model, SPARSE), refused(reason):
         logits(model, prompt(20), past_key_values=make(model.config))
-
-
-@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
-def test_a_cache_implementation_that_cannot_hold_pages_is_refused(kind: str) -> None:
-    model = tiny()
-    with (
-        kvsift.sparse(model, SPARSE),
-        refused(f"unsupported_call: cache_implementation='{kind}"),
-    ):
-        greedy(model, prompt(20), cache_implementation=kind)
 
 
 @pytest.mark.parametrize("kind", ["static", "offloaded"])

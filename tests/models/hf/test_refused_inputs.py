@@ -1,7 +1,5 @@
 """Inputs that would be answered wrongly are refused, with the reason and a way out."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +9,6 @@ from models.tiny import COVERING, SPARSE, greedy, left_alone, logits, prompt, ra
 from refusals import refused
 
 import kvsift
-from kvsift.errors import UnsupportedCall, UnsupportedModel
 from kvsift.models.hf.calls import Calls
 from kvsift.models.hf.inputs import check_uncached
 
@@ -35,15 +32,43 @@ def test_a_forward_pass_that_records_gradients_is_refused(way: str) -> None:
         model(prompt(20), past_key_values=cache)
 
 
-@pytest.mark.parametrize("use_cache", [True, False, None])
-def test_packed_sequences_are_refused(use_cache: bool | None) -> None:
+PACKED = torch.cat([torch.arange(12), torch.arange(8)]).unsqueeze(0)
+ENDS = torch.tensor([0, 12, 20], dtype=torch.int32)
+BLOCKS = torch.ones(1, 1, 20, 20, dtype=torch.bool).index_fill(2, torch.arange(10, 20), False)
+ANEW = "position_ids that start anew pack"
+# what is given to a forward pass or to generate(), and what is said
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"packed, use_cache={use}": ({"position_ids": PACKED, "use_cache": use}, ANEW) for use in (True, False, None)},
+    # of time, height and width, or with those of the text first
+    **{f"{n} axes": ({"position_ids": PACKED.expand(n, 1, -1), "use_cache": False}, ANEW) for n in (3, 4)},
+    "packed by lengths": ({"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS}, "cu_seq_lens_q packs"),
+    "a row per query": ({"attention_mask": torch.ones(1, 1, 20, 20, dtype=torch.bool)}, ""),
+    "an additive mask": ({"attention_mask": torch.zeros(1, 1, 20, 20)}, ""),
+    "blocks": ({"attention_mask": BLOCKS}, ""),
+    "attention weights": ({"output_attentions": True}, "output_attentions=True"),
+    "generated without a cache": ({"max_new_tokens": 4, "use_cache": False}, ""),
+    "generated with attention weights": (
+        {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}, "output_attentions=True",
+    ),
+    **{
+        f"a {kind} cache": ({"max_new_tokens": 4, "cache_implementation": kind}, f"cache_implementation='{kind}")
+        for kind in ("static", "offloaded", "quantized")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_answered_wrongly_is_refused(what: str) -> None:
+    model, (given, says) = tiny(), REFUSED[what]
+    with kvsift.sparse(model, SPARSE), refused(f"unsupported_call: {says}"), torch.no_grad():
+        (model.generate if "max_new_tokens" in given else model)(input_ids=prompt(20), **given)
+
+
+def test_packed_rows_are_refused_under_attention_of_ours_without_a_block() -> None:
     model = tiny()
-    positions = torch.cat([torch.arange(12), torch.arange(8)]).unsqueeze(0)
-    with kvsift.sparse(model, SPARSE), refused("unsupported_call: position_ids that start anew pack"):
-        logits(model, prompt(20), position_ids=positions, use_cache=use_cache)
-    kvsift.make_cache(model, SPARSE)  # puts our attention on the model, without a block
+    kvsift.make_cache(model, SPARSE)
     with refused("unsupported_call"):
-        logits(model, prompt(20), position_ids=positions, use_cache=False)
+        logits(model, prompt(20), position_ids=PACKED, use_cache=False)
 
 
 def test_positions_that_do_not_start_at_zero_are_not_packed() -> None:
@@ -52,18 +77,6 @@ def test_positions_that_do_not_start_at_zero_are_not_packed() -> None:
     with kvsift.sparse(model, SPARSE):
         shifted = logits(model, prompt(20), position_ids=torch.arange(30, 50).unsqueeze(0))
     torch.testing.assert_close(shifted, expected, atol=1e-4, rtol=1e-4)  # rotary positions are relative
-
-
-@pytest.mark.parametrize("form", ["boolean", "additive", "blocks"])
-def test_a_mask_with_a_row_per_query_is_refused(form: str) -> None:
-    model = tiny()
-    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
-    if form == "blocks":
-        mask[..., 10:, :10] = False
-    if form == "additive":
-        mask = torch.zeros(1, 1, 20, 20)
-    with kvsift.sparse(model, SPARSE), refused("unsupported_call"):
-        logits(model, prompt(20), attention_mask=mask)
 
 
 @pytest.mark.parametrize("hidden", [[], [3]], ids=["padding is shown", "a cached token is hidden"])
@@ -77,12 +90,6 @@ def test_a_mask_that_changes_its_mind_is_refused(hidden: list[int]) -> None:
     mask[:, hidden] = 0
     with refused("unsupported_call: the attention mask hides or shows"):
         logits(model, torch.ones(2, 4, dtype=torch.long), attention_mask=mask, past_key_values=cache)
-
-
-def test_generating_without_a_cache_is_refused() -> None:
-    model = tiny()
-    with kvsift.sparse(model, SPARSE), refused("unsupported_call"):
-        greedy(model, prompt(20), use_cache=False)
 
 
 @pytest.mark.parametrize(("field", "value", "remedy"), [
@@ -111,22 +118,8 @@ def test_attention_weights_that_config_json_asks_for_are_refused_in_its_name() -
     model.config.output_attentions = True
     with refused("unsupported_model: config.json of the model asks for it, so remove it there"):
         kvsift.make_cache(model, SPARSE)
-
-
-@pytest.mark.parametrize("axes", [0, 3, 4])
-def test_packed_rows_are_noticed_in_every_layout_of_positions(axes: int) -> None:
-    """With axes of time, height and width positions are [3, rows, tokens], or [4, ...] with those of the text first."""
-    model = tiny()
-    packed = torch.cat([torch.arange(20), torch.arange(15)])[None]
-    packed = packed if not axes else packed.expand(axes, 1, -1)
-    with kvsift.sparse(model, "dense"), refused("unsupported_call: position_ids that start anew pack"):
-        logits(model, prompt(35), position_ids=packed, use_cache=False)
-
-
-def test_rows_packed_by_their_lengths_are_refused() -> None:
-    model, ends = tiny(), torch.tensor([0, 20, 35], dtype=torch.int32)
-    with kvsift.sparse(model, "dense"), refused("unsupported_call: cu_seq_lens_q packs"):
-        logits(model, prompt(35), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    with refused("unsupported_model: output_attentions=True"), kvsift.sparse(model, SPARSE):
+        logits(model, prompt(20))
 
 
 def test_positions_of_a_picture_are_no_packed_rows() -> None:
@@ -135,22 +128,6 @@ def test_positions_of_a_picture_are_no_packed_rows() -> None:
     check_uncached({"position_ids": time.expand(3, 1, -1)}, Calls())
     with refused("unsupported_call: position_ids that start anew pack"):
         check_uncached({"position_ids": time.flip(1).expand(3, 1, -1)}, Calls())
-
-
-@pytest.mark.parametrize("way", ["forward", "generate", "config"])
-def test_attention_weights_that_are_never_computed_are_refused(way: str) -> None:
-    model = tiny()
-    ways = {
-        "forward": lambda: logits(model, prompt(20), output_attentions=True),
-        "generate": lambda: greedy(model, prompt(20), return_dict_in_generate=True, output_attentions=True),
-        "config": lambda: logits(model, prompt(20)),
-    }
-    model.config.output_attentions = way == "config"
-    with (
-        pytest.raises((UnsupportedCall, UnsupportedModel), match="output_attentions=True"),
-        kvsift.sparse(model, SPARSE),
-    ):
-        ways[way]()
 
 
 @pytest.mark.parametrize("plan", ["qest:budget=64", "quest:budgt=64", "quest:budget=8", 7, "prefill=quest"])

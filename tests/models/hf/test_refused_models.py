@@ -1,7 +1,5 @@
 """Models whose attention cannot be taken over are named, with the reason, before anything runs, and stay usable."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import SIZES, SPARSE, left_alone, prompt, randomised, take_over, tiny

@@ -1,7 +1,5 @@
 """Calls that transformers itself would answer wrongly on a filled cache are refused; the cache goes on unharmed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

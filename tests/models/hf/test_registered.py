@@ -1,7 +1,5 @@
 """kvsift as one attention implementation among transformers' own: by name, and behind its pipelines."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models.tiny import CACHED, FAMILIES, SIZES, SPARSE, assert_sparse, greedy, logits, prompt, ragged, tiny

@@ -1,7 +1,5 @@
 """The rotary embedding that is found is the one the model applies."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run says about itself: tokens counted as they were seen, and a word when nothing was skipped."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

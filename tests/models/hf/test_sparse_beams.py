@@ -1,7 +1,5 @@
 """Beam search under a sparse budget is a beam search whose every hypothesis was generated alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,8 +1,6 @@
 """Under a budget that skips two thirds of the context, tokens depend on the text alone: not on its neighbours in the
 batch, on padding, on how the prompt was cut, or on who drafted."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

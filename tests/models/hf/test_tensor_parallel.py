@@ -1,7 +1,5 @@
 """A model split over two processes: each chooses for its own KV heads, and the tokens are those of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Threads that run one model in one block, or one cache after another: each conversation has a state of its own."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,10 +100,7 @@ def test_a_block_that_is_entered_as_the_one_of_another_thread_ends_never_runs_th
         other = thread.submit(run_another_block)
         entered.wait()
         monkeypatch.setattr(Adapter, "attach", attach_slowly)
-        with (
-            refused("unavailable"),
-            kvsift.sparse(model, SPARSE, strict=True),
-        ):
+        with refused("unavailable"), kvsift.sparse(model, SPARSE, strict=True):
             greedy(model, prompt())
         other.result()
     assert "_kvsift" not in model.__dict__

@@ -1,7 +1,5 @@
 """Models in wrappers, and copies of models: what is sifted is the model that runs."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
