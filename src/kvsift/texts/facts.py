@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 
 from kvsift.texts.events import new_event, with_aside
 from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.values import KINDS, value
 from kvsift.texts.words import (
     DEFAULT,
@@ -18,6 +18,8 @@ from kvsift.texts.words import (
     digits,
     pseudo_word,
 )
+
+TOKENS_PER_QUESTION = 64  # of its needles, an upper bound
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,3 @@ def _person(rng: random.Random, lexicon: Lexicon) -> str:
         return first
     last = rng.choice(lexicon.surnames) if rng.random() < 0.85 else pseudo_word(rng).capitalize()
     return rng.choice((f"{first} {last}", f"{first} {last}", f"Mr. {last}", f"Mrs. {last}", f"Dr. {last}"))
-
-
-TASKS = (Task("facts", "invented facts with natural questions", draft, tokens_per_question=64),)

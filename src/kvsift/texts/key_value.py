@@ -3,10 +3,11 @@
 import random
 from collections.abc import Callable, Iterator
 
-from kvsift.texts.sample import Draft, DraftQuestion, Task
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
 
 Maker = Callable[[random.Random], str]
+TOKENS_PER_QUESTION = 40  # of its needles, an upper bound
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:
@@ -49,5 +50,3 @@ def _pseudo_words(rng: random.Random) -> str:
 
 
 _MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
-
-TASKS = (Task("key_value", "values of JSON-like lines that fill the context", draft, tokens_per_question=40),)

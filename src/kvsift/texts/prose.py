@@ -29,7 +29,6 @@ NOISE = (
 
 _PLAIN = re.compile(r"[A-Za-z0-9_ ,.;:'!?()/%+=-]+")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
-_WORD = re.compile(r"(?<![\w.'-])[a-z]{3,12}(?![\w('-])")
 # Tests have few docstrings, idlelib and lib2to3 generated tables; site-packages is not CPython's.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "__pycache__"}
 
@@ -46,12 +45,6 @@ def paragraphs() -> tuple[str, ...]:
 def sentences() -> tuple[tuple[str, ...], ...]:
     """Return the sentences of every paragraph."""
     return tuple(tuple(_SENTENCE_END.split(paragraph)) for paragraph in paragraphs())
-
-
-@lru_cache(maxsize=1)
-def vocabulary() -> tuple[str, ...]:
-    """Return the distinct lower-case words of the prose with 3 to 12 letters, sorted."""
-    return tuple(sorted({word for texts in sentences() for text in texts for word in _WORD.findall(text)}))
 
 
 def plain_paragraphs(block: str) -> Iterator[str]:

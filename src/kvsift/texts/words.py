@@ -3,9 +3,8 @@
 # ruff: noqa: SIM905  (a list of words reads best as a line of words)
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from uuid import UUID
 
 ADJECTIVES = """amber ancient bitter blue brave bright broad broken calm careful central clever cold copper crimson
 crooked curious dark deep distant double dry dusty early eastern elegant empty faint famous fierce flat foggy
@@ -115,27 +114,3 @@ def distinct(rng: random.Random, make: Callable[[random.Random], str], count: in
     while len(results) < count:
         results.setdefault(make(rng))
     return list(results)
-
-
-def two_words(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
-def uuid(rng: random.Random) -> str:
-    """Return a random (version 4) UUID."""
-    return str(UUID(int=rng.getrandbits(128), version=4))
-
-
-def listed(items: Sequence[str]) -> str:
-    """ "a", "a and b" or "a, b, and c"."""
-    head, last = ", ".join(items[:-1]), items[-1]
-    return f"{head}{',' if len(items) > 2 else ''} and {last}" if head else last
-
-
-def endless(rng: random.Random, make: Callable[[random.Random], str]) -> Iterator[str]:
-    """Yield different results of ``make(rng)``."""
-    used: set[str] = set()
-    while True:
-        if (result := make(rng)) not in used:
-            used.add(result)
-            yield result

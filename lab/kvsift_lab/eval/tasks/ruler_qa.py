@@ -16,7 +16,6 @@ from functools import partial
 
 from kvsift.errors import TooShort
 from kvsift.texts.facts import facts
-from kvsift.texts.sample import Sample, SampleRequest, Style, Task
 from kvsift.texts.values import value
 from kvsift.texts.words import (
     ADJECTIVES,
@@ -27,11 +26,12 @@ from kvsift.texts.words import (
     NOUNS,
     PLACES,
     SURNAMES,
-    endless,
     pseudo_word,
     with_article,
 )
+from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import Assembly
+from kvsift_lab.eval.tasks.words import endless
 
 STYLE = Style("string_match_part", 32, is_framed=False, stop=None)
 _INSTRUCTION = "Answer the question from the documents given here. Write the answer and nothing else."
