@@ -8,7 +8,6 @@ import pytest
 from engine.tiny_directory import text_of
 from refusals import refused
 
-import kvsift
 from kvsift import LLM, InputError
 from kvsift.tokenization.prompt import PromptFormat
 

@@ -64,23 +64,13 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         state = state_of(get_current_vllm_config())
-        if state is not None and (reason := self._stays_dense()):
+        if state is not None and (reason := compat.why_dense(self)):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
             state = None
         self._state: EngineState | None = state
         if state is not None:
             state.layers += 1
         self._cache: BlockCache | None = None
-
-    def _stays_dense(self) -> str:
-        """Why the layer is attended by the stock backend alone; empty if it need not be."""
-        if self.attn_type != "decoder":
-            return f"attention of type {self.attn_type}"
-        if self.sliding_window != -1:
-            return f"a sliding window of {self.sliding_window} tokens"
-        if self.alibi_slopes is not None:
-            return "ALiBi"
-        return "a cache of another layer" if self.kv_sharing_target_layer_name else ""
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

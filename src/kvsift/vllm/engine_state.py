@@ -75,18 +75,14 @@ def state_of(config: Any) -> EngineState | None:
     """
     key = str(config.instance_id)
     if key not in _engines:
-        reader = _reader_of(config)
+        model, device_type = config.model_config, config.device_config.device_type
+        reader = plans_of(str(model.model), getattr(model, "revision", None), device_type)
         settings = Settings.read(config.additional_config, reader)
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
         _engines[key] = None if settings is None else _new_state(config, settings, reader)
     return _engines[key]
-
-
-def _reader_of(config: Any) -> ModelPlans:
-    model = config.model_config
-    return plans_of(str(model.model), getattr(model, "revision", None), config.device_config.device_type)
 
 
 def _new_state(config: Any, settings: Settings, reader: ModelPlans) -> EngineState:
