@@ -20,7 +20,8 @@ PACKAGES = (
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
     """Report versions, device, memory and threads, and the code path of each kind of attention on this machine."""
-    facts = {"versions": _versions(), **_machine(device), **_vllm()}
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    facts = {"versions": versions, **_machine(device), **_vllm()}
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -30,10 +31,6 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     ]
     print_rows([("", ""), *rows])
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def _version(package: str) -> str:
