@@ -162,9 +162,7 @@ def test_what_cannot_be_done_is_refused(refused: Refused, model: Path, text: Pat
     assert "at least 512" in refused("calibrate", "--model", model, "--text", few, *out)
     assert "does not exist" in refused("calibrate", "--model", model, "--text", "nowhere.txt", *out)
     assert "no file can be written" in refused("calibrate", "--model", model, "--text", text, "--out", tmp_path)
-    assert "length is 4096 tokens" in refused(
-        "calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out
-    )
+    assert "length is 4096 tokens" in refused("calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out)
 
 
 def test_layers_prints_what_numbers_of_anchors_recover_and_writes_a_file(
