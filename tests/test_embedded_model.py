@@ -13,11 +13,11 @@ import transformers
 from kvsift_lab.eval.scorers import exact_match
 from kvsift_lab.eval.tasks import make_sample
 from kvsift_lab.probe import phase
-from kvsift_lab.probe.pack import card
+from kvsift_lab.probe.pack import card, pack
 from refusals import refused
 from safetensors.torch import save_file
 
-from kvsift.models.embedded import WEIGHTS, embedded_model, pack, unpack
+from kvsift.models.embedded import WEIGHTS, embedded_model, unpack
 from kvsift.texts.prose import document
 from kvsift.tokenization.prompt import question_text
 
