@@ -146,8 +146,7 @@ def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
         console(to_stderr).print(cell(
             f"At {numbers['prompt_tokens']:,} tokens this plan saves no time here: a token took "
             f"{1e3 * numbers['tpot_s']:.1f} ms under {numbers['plan']} and {1e3 * least:.1f} ms under dense. Plans pay "
-            "in longer contexts; --dense-below N decodes those below N tokens densely, which on a CPU nothing does by "
-            "itself."
+            "in longer contexts; --dense-below N decodes those below N tokens densely."
         ), soft_wrap=True)  # fmt: skip
 
 

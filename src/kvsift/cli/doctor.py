@@ -84,16 +84,11 @@ def _machine(name: str) -> dict[str, Any]:
             "decode steps": _decode_path(device.type == "cuda"),
             **{f"{name} weights": _weights_path(name, device) for name in FORMATS},
             "short contexts": "sparse steps can be slower than dense ones, which kvsift ask --compare dense times; "
-            + _short_contexts(device.type == "cuda"),
+            "--dense-below auto makes them dense where that is measured to be faster: on a GPU in CUDA graphs, on a "
+            "CPU with the fused forward pass",
         },
         "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
     }
-
-
-def _short_contexts(on_gpu: bool) -> str:
-    if on_gpu:
-        return "steps in CUDA graphs are dense where that is measured to be faster (--dense-below auto)"
-    return "on a CPU they stay sparse unless --dense-below N is given"
 
 
 def _weights_path(name: str, device: Any) -> str:

@@ -33,20 +33,9 @@ def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, used: s
             yield _line(key, make_value(rng))
 
 
-def _hexadecimal(rng: random.Random) -> str:
-    return hexadecimal(rng, 8)
-
-
-def _number(rng: random.Random) -> str:
-    return digits(rng, 6)
-
-
-def _words(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}"
-
-
-def _pseudo_words(rng: random.Random) -> str:
-    return f"{pseudo_word(rng)} {pseudo_word(rng)}"
-
-
-_MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
+_MAKERS: tuple[Maker, ...] = (
+    lambda rng: hexadecimal(rng, 8),
+    lambda rng: digits(rng, 6),
+    lambda rng: f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}",
+    lambda rng: f"{pseudo_word(rng)} {pseudo_word(rng)}",
+)

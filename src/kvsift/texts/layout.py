@@ -100,19 +100,11 @@ def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int
         return "".join(layout.pieces), layout.ids
     keep = length - layout.tail_start
     head, last = "".join(layout.pieces[:-1]), layout.pieces[-1]
-    for text in _prefixes(last):
-        tail = list(encode(text))
+    for stop in range(len(last), 0, -1):
+        tail = list(encode(last[:stop]))
         if len(tail) == keep:
-            return head + text, layout.ids[: layout.tail_start] + tail
+            return head + last[:stop], layout.ids[: layout.tail_start] + tail
     # no prefix of the last piece has that many tokens (a character of several tokens): full stops instead
-    return _padded(head, layout.ids[: layout.tail_start], keep, encode)
-
-
-def _prefixes(text: str) -> Iterator[str]:
-    return (text[:stop] for stop in range(len(text), 0, -1))
-
-
-def _padded(head: str, ids: list[int], count: int, encode: Encode) -> tuple[str, list[int]]:
-    stop = list(encode("."))
-    assert len(stop) == 1, "the tokenizer spells a full stop in several tokens"
-    return head + "." * count, ids + stop * count
+    full_stop = list(encode("."))
+    assert len(full_stop) == 1, "the tokenizer spells a full stop in several tokens"
+    return head + "." * keep, layout.ids[: layout.tail_start] + full_stop * keep

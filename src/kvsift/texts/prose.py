@@ -36,7 +36,9 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 @lru_cache(maxsize=1)
 def paragraphs() -> tuple[str, ...]:
     """Return all distinct plain paragraphs: the language reference, then docstrings by file name."""
-    distinct = dict.fromkeys(p for block in _reference() for p in plain_paragraphs(block))
+    from pydoc_data.topics import topics
+
+    distinct = dict.fromkeys(p for name in sorted(topics) for p in plain_paragraphs(topics[name]))
     distinct.update(dict.fromkeys(p for block in _docstrings() for p in plain_paragraphs(block)))
     return tuple(distinct)
 
@@ -106,12 +108,6 @@ def document(
         pieces.append(" " + pending.pop()[1].strip() if is_due and pieces else next(source))
         length += count_tokens(pieces[-1])
     return "".join(pieces).strip()
-
-
-def _reference() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    return (topics[name] for name in sorted(topics))
 
 
 def _docstrings() -> Iterator[str]:

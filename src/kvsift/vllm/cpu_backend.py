@@ -172,7 +172,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         for row in step.decodes:
             rule = row.sparse_rule(shape.layer, dense_below)
             if rule is None:
-                self._count_dense(row, kv_cache)
+                token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
+                self._state.counters.tally.add_query(row.length, row.length, token_bytes)
             else:
                 sparse.append((row, rule))
         if not sparse:
@@ -191,11 +192,6 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             attended = attend_token(shape, rule, own, cache, blocks, row.length, tally, self.sinks, is_probed)
             output[row.token] = attended.view_as(output[row.token])
         return output
-
-    def _count_dense(self, row: GeneratingRow, kv_cache: Tensor) -> None:
-        assert self._state is not None
-        token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
-        self._state.counters.tally.add_query(row.length, row.length, token_bytes)
 
     def _shape(self, layer: Any) -> LayerShape:
         index = compat.layer_index(layer.layer_name)
