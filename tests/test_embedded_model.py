@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kvsift_lab.eval.scorers import exact_match
 from kvsift_lab.eval.tasks import make_sample
 from kvsift_lab.probe import phase
-from kvsift_lab.probe.pack import card
+from kvsift_lab.probe.pack import card, pack
 from refusals import refused
 from safetensors.torch import save_file
 
-from kvsift.models.embedded import WEIGHTS, embedded_model, pack, unpack
+from kvsift.models.embedded import WEIGHTS, embedded_model, unpack
 from kvsift.texts.prose import document
-from kvsift.tokenization.prompt import exact_match, prompt
+from kvsift.tokenization.prompt import question_text
 
 DIRECTORY = embedded_model()
 FACTS = (
@@ -62,14 +63,14 @@ def test_answers_facts_hidden_in_a_document() -> None:
     tokenizer, _ = load()
     text = document([fact for fact, _, _ in FACTS], [0.1, 0.5, 0.9], 2000, lambda piece: len(tokenizer.encode(piece)))
     for _, question, expected in FACTS:
-        assert exact_match(answer(prompt(text, question)), expected)
+        assert exact_match(answer(text + question_text(question)), expected)
 
 
 @pytest.mark.parametrize("task", ["needle", "key_value", "facts", "passkey"])
 def test_answers_most_questions_of_a_task(task: str) -> None:
     tokenizer, _ = load()
     sample = make_sample(task, 1024, 7, lambda text: tokenizer.encode(text, add_special_tokens=False), 4)
-    right = [exact_match(answer(prompt(sample.context, q.text)), q.answer) for q in sample.questions]
+    right = [exact_match(answer(sample.context.rstrip() + question_text(q.text)), q.answer) for q in sample.questions]
     assert sum(right) >= len(right) - 1
 
 

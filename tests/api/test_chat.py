@@ -8,7 +8,6 @@ import pytest
 from engine.tiny_directory import text_of
 from refusals import refused
 
-import kvsift
 from kvsift import LLM, InputError
 from kvsift.tokenization.prompt import PromptFormat
 
@@ -48,7 +47,7 @@ def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None
     assert form.text("A manual.\n", "Why?", [("Who?", "Ada"), ("When?", "now")]) == (
         "A manual.\n\nQuestion: Who?\nAnswer: Ada\n\nQuestion: When?\nAnswer: now\n\nQuestion: Why?\nAnswer:"
     )
-    assert form.text("A manual.", "Why?") == kvsift.tokenization.prompt.prompt("A manual.", "Why?")
+    assert form.text("A manual.", "Why?") == "A manual.\n\nQuestion: Why?\nAnswer:"
 
 
 def test_a_chat_template_gets_every_turn_and_the_document_in_the_first(chatty: Path) -> None:
@@ -112,7 +111,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         chat.ask("How many sacks?", max_new_tokens=40, on_text=interrupt)
-    with refused("context_length_exceeded: 4,096"):
+    with refused("context_length_exceeded: 4096"):
         chat.ask(text_of(5000), max_new_tokens=4)
     with refused("empty_text"):
         chat.ask("  ")

@@ -7,10 +7,11 @@ from math import inf, isnan
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model
+from kvsift_lab.eval.fidelity import fidelity, predictions
 
 from kvsift import LLM
 from kvsift.api.document import Document
-from kvsift.calibration.fidelity import DecodedText, FidelityScorer, bounds, fidelity, predictions, t_quantile
+from kvsift.calibration.fidelity import DecodedText, FidelityScorer, bounds, t_quantile
 from kvsift.engine.graphs import fast_path
 from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.plan.plan import Plan

@@ -138,9 +138,9 @@ def test_only_what_is_not_to_be_expected_is_a_warning(ask: Run) -> None:
 
 def test_a_plan_that_takes_longer_than_dense_says_so_beside_it(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {PLAN: 0.09, "dense": 0.083}
-    summary = comparison.summary
+    summary = comparison.Column.summary
     monkeypatch.setattr(
-        comparison, "summary", lambda answers, read: {**summary(answers, read), "tpot_s": times[answers[0].plan]}
+        comparison.Column, "summary", lambda column: {**summary(column), "tpot_s": times[column.answers[0].plan]}
     )
     out = ask("--plan", PLAN, "--compare", "dense").out
     assert f"a token took 90.0 ms under {PLAN} and 83.0 ms under dense. Plans pay in longer contexts; " in out

@@ -160,9 +160,7 @@ def test_what_cannot_be_done_is_refused(refused: Refused, model: Path, text: Pat
     assert "at least 512" in refused("calibrate", "--model", model, "--text", few, *out)
     assert "does not exist" in refused("calibrate", "--model", model, "--text", "nowhere.txt", *out)
     assert "no file can be written" in refused("calibrate", "--model", model, "--text", text, "--out", tmp_path)
-    assert "made for 4,096 positions" in refused(
-        "calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out
-    )
+    assert "length is 4096 tokens" in refused("calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out)
 
 
 def test_layers_prints_what_numbers_of_anchors_recover_and_writes_a_file(
@@ -209,4 +207,4 @@ def test_what_contradicts_itself_is_refused(refused: Refused, model: Path) -> No
     layers = [*LAYERS[:4], "--model", model]
     assert "give one of them" in refused(*layers, "--anchors", 2, "--min-recovery", 0.5)
     assert "layer numbers such as 0+1" in refused(*layers, "--dense-layers", "first")
-    assert "made for 4,096 positions" in refused(*layers, "--length", 9000, "--tokens", 9000)
+    assert "length is 4096 tokens" in refused(*layers, "--length", 9000, "--tokens", 9000)

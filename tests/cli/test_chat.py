@@ -170,7 +170,7 @@ def test_a_tilde_is_the_home_folder_in_every_command(
         (("--plan", "qest:budget=9"), "did you mean 'quest'?"),
         (("--context", "none.txt"), "the context file none.txt does not exist."),
         (("--temperature", "-1"), "temperature"),
-        (("--max-new-tokens", "5000"), "positions"),
+        (("--max-new-tokens", "5000"), "length is 4096 tokens"),
         (("--system", "Be brief."), "chat template"),
     ],
 )

@@ -222,6 +222,6 @@ def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatc
     outcome = run("eval", "recipe.toml")
     assert (outcome.code, outcome.out) == (130, "")
     assert "The samples so far are safe; give the same command again to go on." in outcome.err
-    monkeypatch.setattr("kvsift.cli.doctor._versions", interrupted)
+    monkeypatch.setattr("kvsift.cli.doctor._machine", interrupted)
     outcome = run("doctor")
     assert (outcome.code, outcome.err.strip()) == (130, "kvsift: interrupted. No file was left half written.")

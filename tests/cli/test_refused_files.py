@@ -263,9 +263,9 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(
     said = refused(*COMMANDS[command], "long.txt", "--model", model, "--max-new-tokens", 10)
     prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
     assert said == (
-        f"the prompt has {prompt_tokens:,} tokens and up to 10 will be generated, but tiny was made for 4,096 "
-        f"positions. To go on: shorten the context by {prompt_tokens + 10 - 4096:,} tokens ({PARTS}), or use a model "
-        "made for longer contexts."
+        f"This model's maximum context length is 4096 tokens. The prompt has {prompt_tokens:,} tokens and up to 10 "
+        f"will be generated. To go on: shorten the context by {prompt_tokens + 10 - 4096:,} tokens ({PARTS}), or use a "
+        "model made for longer contexts."
     )
 
 
@@ -286,8 +286,8 @@ def test_a_large_log_is_refused_by_its_size_and_not_after_seconds_of_tokenizing(
     arguments = ("chat", model, "--context") if command == "chat" else (*COMMANDS[command], "large.log", "--model")
     said = refused(*arguments, "large.log" if command == "chat" else model)
     assert said == (
-        "the text has 1,000,000 characters, about 1,000,000 tokens, but tiny was made for 4,096 positions. Give a "
-        f"part of it ({PARTS}), or use a model made for longer contexts."
+        "This model's maximum context length is 4096 tokens. The text has 1,000,000 characters, about 1,000,000 "
+        f"tokens. Give a part of it ({PARTS}), or use a model made for longer contexts."
     )
     assert tokenized <= 8 * 4096
 

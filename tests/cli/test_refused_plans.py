@@ -35,7 +35,7 @@ OPTIONS = [
     (["--seed", "-1"], "seed=-1 must be a whole number, 0 or more"),
     (["--question", " \n"], "the question is empty."),
     (["--question", "why " * 300], "the question has 1,200 tokens and the context only 913. Were they swapped?"),
-    (["--max-new-tokens", "5000"], "and up to 5,000 will be generated, but tiny was made for 4,096 positions."),
+    (["--max-new-tokens", "5000"], "and up to 5,000 will be generated. To go on:"),
 ]
 
 # What the option parser refuses before any of our code runs: a box with the same facts, and exit code 2 as well.

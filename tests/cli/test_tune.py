@@ -74,5 +74,5 @@ def test_what_cannot_be_tuned_is_refused_before_the_model_is_loaded(
     (tmp_path / "short.txt").write_text(text_of(550))
     assert refused("tune", model, "--target", "speed=1").startswith("the target 'speed=1' must be such as kl=0.02")
     assert "too little: 8 pieces" in refused("tune", model, "--text", "short.txt")
-    assert "made for 4,096 positions" in refused("tune", model, "--context", 5000)
+    assert "length is 4096 tokens" in refused("tune", model, "--context", 5000)
     assert "would replace a file" in refused("tune", model, "--text", text, "--out", text)

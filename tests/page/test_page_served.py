@@ -13,7 +13,7 @@ import pytest
 from page.page_actions import add_text, ask, is_in_sight, wait_for_answer
 from server.serving import Served
 
-from kvsift.server.sample import FACTS, text
+from kvsift.server.sample import FACTS, sample
 
 pytestmark = pytest.mark.page
 PLANS = "sketch:budget=256", "quest:budget=512:dense_layers=none"
@@ -39,7 +39,7 @@ def page(served: Served, open_page: Callable[..., Any]) -> Any:
 
 def hidden_in_prose(fact: str) -> str:
     """Part of the sample, with another fact in it."""
-    paragraphs = text().split("\n\n")[:40]
+    paragraphs = sample()["text"].split("\n\n")[:40]
     paragraphs[15] += f" {fact}"
     return "\n\n".join(paragraphs)
 
@@ -75,7 +75,7 @@ def test_the_sample_is_read_asked_and_compared(page: Any, tmp_path: Path) -> Non
     assert re.fullmatch(r"[\d,]+ of 6,857 tokens(, .+ left)?", state.inner_text())
     page.locator("#documents progress").wait_for(state="hidden")
     assert state.inner_text() == "6,857 tokens"
-    assert page.locator("#text").evaluate("element => element.textContent") == text()
+    assert page.locator("#text").evaluate("element => element.textContent") == sample()["text"]
 
     page.get_by_role("button", name="What is the password for the archive?").click()
     page.locator(".answer .figures div").first.wait_for()
@@ -113,7 +113,7 @@ def test_the_sample_is_read_asked_and_compared(page: Any, tmp_path: Path) -> Non
     download.value.save_as(tmp_path / "saved.md")
     saved = (tmp_path / "saved.md").read_text()
     assert saved.startswith("# chronicle-of-tarn.txt\n\nembedded, kvsift, 20")
-    assert f"## {FACTS[3][2]}\n\n`{PLANS[0]}`: density " in saved
+    assert f"## {FACTS[3][1]}\n\n`{PLANS[0]}`: density " in saved
     assert "\n`dense`: density 100 %, per token " in saved
     assert saved.count("\nvelvet canyon\n") == 2
     assert page.faults == []

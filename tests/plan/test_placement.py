@@ -49,6 +49,7 @@ def test_a_place_is_written_as_a_plan_is(text: str | Placement, place: Placement
         ("device:host_values=int8", "unused_option: placement=split and placement=offload"),
         ("split:device_cache=5", "unused_option: placement=offload"),
         ("offload:device_cache=0", "invalid_value: device_cache=0"),
+        ("offload:device_cache=many", "invalid_value: device_cache='many'"),
         ("offload:device_cache=", "invalid_value: device_cache=''"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_served_stream_is_the_answer_of_the_library(served: Served, llm: LLM) 
 
 def test_a_prompt_beyond_its_positions_is_refused(served: Served, llm: LLM) -> None:
     too_long = "".join(map(excerpt, EXCERPTS))  # 8,733 tokens
-    with refused("context_length_exceeded: 8,192"):
+    with refused("context_length_exceeded: 8192"):
         llm.generate(too_long, max_new_tokens=1)
     with served.client() as client:
         response = client.post("/v1/chat/completions", json={**asked(too_long), "stream": False})

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvsift_lab.eval.fidelity import fidelity, predictions
 from real.conftest import EXCERPTS, excerpt
 
 from kvsift import LLM
 from kvsift.api.document import Document
-from kvsift.calibration.fidelity import fidelity, predictions
 from kvsift.plan.syntax import parse_plan
 
 pytestmark = pytest.mark.real

@@ -6,7 +6,7 @@ import pytest
 from server.fake_worker import USAGE
 from server.test_schemas import chat, completion
 
-from kvsift.server.answers import AnswerForm, failure
+from kvsift.server.answers import AnswerForm, event
 from kvsift.server.api_errors import ApiError
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
@@ -77,7 +77,7 @@ def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch
     data = form.chunks(job)
     job.fail(ApiError(500, "lost.", "engine_lost"))
     assert job.error is not None
-    data += form.chunks(job) + failure(job.error)
+    data += form.chunks(job) + event(job.error.as_dict())
     head = (
         'data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"tiny",'
         '"system_fingerprint":"kvsift-0.1.0","choices":['

@@ -223,7 +223,7 @@ def test_a_file_without_text_is_a_failed_document(client: httpx.Client, content:
 def test_a_document_beyond_the_positions_of_the_model_fails_with_the_numbers(client: httpx.Client) -> None:
     document = ready(client, upload(client, text_of(5000))["id"])
     assert document["status"] == "failed"
-    assert "4,096 positions" in document["error"]
+    assert "length is 4096 tokens" in document["error"]
     client.delete(f"{DOCUMENTS}/{document['id']}")
 
 

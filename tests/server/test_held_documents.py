@@ -16,7 +16,6 @@ from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.errors import InputError
 from kvsift.server import held_documents
 from kvsift.server.held_documents import HeldDocuments
-from kvsift.server.prompt_limit import PromptLimit
 from kvsift.tokenization.prompt import PromptFormat
 
 
@@ -30,7 +29,7 @@ class Held:
         self.begun: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.documents = HeldDocuments[str](
-            self.llm, PromptFormat(self.llm.tokenizer), PromptLimit.of(self.llm), self.llm.plan,
+            self.llm, PromptFormat(self.llm.tokenizer), self.llm.plan,
             self.messages.append, self.begun.append,
             lambda question, reason: self.refused.append((question, reason)),
         )  # fmt: skip
@@ -92,7 +91,9 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(model: Path, monk
     monkeypatch.setattr("kvsift.server.held_documents.DocumentPrompts", tokenise)
     held.add("a", "mill " * 3_000_000)
     until(lambda: [message for message in held.of("a") if message["status"] == "failed"])
-    assert held.of("a")[-1]["error"].startswith("This model's maximum context length is 4096 tokens, and 15000000 char")
+    assert held.of("a")[-1]["error"].startswith(
+        "This model's maximum context length is 4096 tokens. The text has 15,000,000 char"
+    )
 
 
 def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(model: Path) -> None:

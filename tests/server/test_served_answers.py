@@ -200,7 +200,7 @@ def test_a_guarded_plan_is_made_from_an_allowed_one(client: httpx.Client) -> Non
         ({"prompt": "a", "sparsity": "quest:budget=4096"}, 400, "is not one of this server's: quest:budget=96"),
         ({"prompt": "a", "sparsity": "loki:calibration=/etc/passwd"}, 400, "is not one of this server's"),
         ({"prompt": "a", "sparsity": {"plan": "dense", "min_recovery": 0.5}}, 400, "decodes densely"),
-        ({"prompt": text_of(5000)}, 400, "has 5001 tokens and up to 16 will be generated: 5017 in all. Shorten"),
+        ({"prompt": text_of(5000)}, 400, "has 5,001 tokens and up to 16 will be generated. To go on"),
         ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": [5, 4000]}, 400, "the prompt has token 4000, and the vocabulary 259"),
         ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here; this server has 'tiny', 'gpt-4o-mini'."),

@@ -92,7 +92,7 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     class SlowDocuments(Generic[Question]):
         """Documents that are ready when one of them is forgotten."""
 
-        def __init__(self, llm: LLM, form: object, limit: object, plan: object, send: object, begin: Any, _: object):
+        def __init__(self, llm: LLM, form: object, plan: object, send: object, begin: Any, _: object):
             self._begin, self._asked = begin, list[Any]()
 
         def text(self, key: str) -> tuple[str, GrowingText]:

@@ -39,7 +39,7 @@ def test_without_settings_the_plugin_does_nothing():
         ({"plan": "quest", "dense_below": True}, "invalid_value: dense_below=True"),
         ({"plan": "quest", "log_every_s": -1}, "invalid_value: log_every_s=-1"),
         ({"plan": "magicpig"}, "unsupported_plan: Take quest or sketch"),
-        ({"plan": "quest", "probe_every": -1}, "invalid_value: steps"),
+        ({"plan": "quest", "probe_every": -1}, "invalid_value: probe_every=-1"),
         ("quest", "invalid_value"),
     ],
 )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvsift.api.llm import LLM, Document
-from kvsift.calibration.fidelity import fidelity, predictions
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan
@@ -17,6 +16,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.threads import use as use_threads
 from kvsift.tokenization.prompt import answer_text
 from kvsift_lab.eval.contexts import Contexts
+from kvsift_lab.eval.fidelity import fidelity, predictions
 from kvsift_lab.eval.plan_rows import PlanRow
 from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result
 from kvsift_lab.eval.scorers import score

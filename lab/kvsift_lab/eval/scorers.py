@@ -13,12 +13,26 @@ import re
 from collections.abc import Callable, Sequence
 
 from kvsift.errors import MissingInput, unknown
-from kvsift.tokenization.prompt import exact_match
+from kvsift.tokenization.prompt import STOP
 from kvsift_lab.eval.scorers_longbench import LONGBENCH, f1, plain_characters
 
 Scorer = Callable[[str, Sequence[str]], float]
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+def parse_answer(generated: str) -> str:
+    """Return the answer in generated text: its first non-empty line, without surrounding space."""
+    return generated.strip().split(STOP, 1)[0].strip()
+
+
+def exact_match(generated: str, answer: str) -> bool:
+    """Whether the generated answer equals the expected one, apart from case, inner spacing and one final full stop."""
+    return plain_line(parse_answer(generated)) == plain_line(answer)
+
+
+def plain_line(answer: str) -> str:
+    return " ".join(answer.casefold().split()).removesuffix(".")
 
 
 def exact(prediction: str, references: Sequence[str]) -> float:

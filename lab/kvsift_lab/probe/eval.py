@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvsift.texts.prose import document
-from kvsift.tokenization.prompt import answer_text, exact_match, question_text
+from kvsift.tokenization.prompt import answer_text, question_text
+from kvsift_lab.eval.scorers import exact_match
 from kvsift_lab.eval.tasks import FAMILIES, Question, make_sample, variables
 from kvsift_lab.probe import phase
 from kvsift_lab.probe.tokenizer import WordEncoder

@@ -2,16 +2,19 @@
 
     python -m kvsift_lab.probe.pack PHASE1/training.json ... PHASE5/training.json EVAL.json
 
-Weights, packed by ``kvsift.models.embedded.pack``, and tokenizer are in src/kvsift/embedded already; the card's numbers
+Weights, packed by ``pack``, and tokenizer are in src/kvsift/embedded already; the card's numbers
 come from the JSON file and results/ruler.
 """
 
 import hashlib
 import json
+import struct
 import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from kvsift.models.embedded import WEIGHTS, embedded_model
 from kvsift_lab.eval.results import load_result
@@ -23,6 +26,16 @@ MODEL, RESULTS = ROOT / "src/kvsift/embedded", ROOT / "results/embedded-model/su
 ONE, FOUR = "one NVIDIA H200", "four NVIDIA H100"
 PHASES = {"1": ONE, "2": ONE, "3": ONE, "4": FOUR, "5": FOUR}  # name of a phase in the recipe -> where it ran
 CARD = Path(__file__).with_name("card.md")
+
+
+def pack(weights: Path, packed: Path) -> None:
+    """Pack a safetensors file whose tensors are all bfloat16, for ``kvsift.models.embedded.unpack``."""
+    data = weights.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    bits = np.frombuffer(data[start:], np.uint16)
+    exponents, others = (bits >> 7) & 0xFF, (bits >> 8) & 0x80 | bits & 0x7F
+    header = np.frombuffer(data[:start], np.uint8)
+    np.savez_compressed(packed, header=header, exponents=exponents.astype(np.uint8), others=others.astype(np.uint8))
 
 
 def main(phases: list[Path], evaluation: Path) -> None:

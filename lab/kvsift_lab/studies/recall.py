@@ -34,7 +34,7 @@ from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
-from kvsift.tokenization.prompt import prompt, question_text
+from kvsift.tokenization.prompt import question_text
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
@@ -96,7 +96,8 @@ class GenerationRecall(Study):
         recipe, llm = self.recipe, LLM(None, "dense", placement="host")
         encode = lambda text: llm.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
         sample = make_sample("facts", recipe.length, recipe.seed, encode, 8, prefix=(llm.tokenizer.bos_token_id,))
-        text, sampling = prompt(sample.context, sample.questions[0].text), Sampling(temperature=1.0, seed=recipe.seed)
+        text = sample.context.rstrip() + question_text(sample.questions[0].text)
+        sampling = Sampling(temperature=1.0, seed=recipe.seed)
         length = len(llm.tokenizer(text)["input_ids"])
         for name, settings in self.indexes.items():
             steps: list[ServedStep] = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, Protocol, Unpack
+from types import MappingProxyType
+from typing import Any, Unpack
 
 from kvsift.api.answer import Answer
 from kvsift.api.generation import answer_of_sequence, check_captured, sequence_of
@@ -41,25 +42,6 @@ from kvsift.tokenization.prompt import DocumentPrompts, DocumentText, require_te
 from kvsift.tokenization.text_offsets import TextOffsets
 
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
-
-
-class CacheContents(Protocol):
-    """What fills the cache of a document instead of a prefill, for instance a ``SavedDocument``."""
-
-    @property
-    def rotation(self) -> int | None:
-        """See ``SparseCache.rotation``."""
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that the prefill took."""
-
-    @property
-    def read_stats(self) -> dict[str, Any]:
-        """Counters of the prefill."""
-
-    def fill(self, cache: SparseCache, runner: Engine) -> None:
-        """Fill an empty cache with the tokens of the document."""
 
 
 class Document(Uncopied):
@@ -230,16 +212,25 @@ class Document(Uncopied):
                 "Ask it a question under a plan without evict=true, and save it again."
             ) from None
 
-    def restore(self, saved: CacheContents) -> None:
-        """Fill the cache instead of a prefill."""
+    def restore(
+        self, fill: Callable[[SparseCache], None], rotation: int | None = None, read_s: float = 0.0,
+        read_stats: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Fill the cache instead of a prefill.
+
+        Args:
+            fill: fills an empty cache with the tokens of the document.
+            rotation: see ``SparseCache.rotation``.
+            read_s, read_stats: of the prefill that ``fill`` stands for.
+        """
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
         started, prefix = perf_counter(), PinnedPrefix(self.num_tokens)
         plan = self._executed(self._plan, 0, is_observed=True)
         seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
-        runner.loop.restore_prefix(seq, saved.rotation, partial(saved.fill, runner=runner))
-        self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
+        runner.loop.restore_prefix(seq, rotation, fill)
+        self.read_s, self.read_stats, self.open_s = read_s, dict(read_stats), perf_counter() - started
         self._prefix = prefix
 
     def ask(

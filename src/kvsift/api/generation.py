@@ -22,7 +22,6 @@ from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import CacheReport, Sequence
-from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
@@ -31,7 +30,6 @@ from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.native.shapes import supports
-from kvsift.plan.plan import Plan
 
 
 class Generation:
@@ -179,22 +177,9 @@ def log_of(request: Request) -> SelectionLog | None:
 def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcript, started: float, path: str) -> Answer:
     """Return the answer of a sequence that has ended; if it ended before it decoded, ``path`` tells why its steps would
     have been composed."""
-    report, reason = seq.report or CacheReport(seq.request.plan, RunStats(), 0, {}), seq.composed
-    reason = path if reason is None else reason
-    return answer_of(
-        runner, report, transcript, started, num_cached=seq.num_reused, captured=None if reason else seq, path=reason,
-        no_reuse="" if seq.prefix is not None else seq.no_reuse, exact=seq.decoder, build_s=seq.build_s,
-    )  # fmt: skip
-
-
-def answer_of(
-    runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
-    captured: Sequence | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
-    exact: ExactDecoder | None = None,
-) -> Answer:  # fmt: skip
-    """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
-    prompt_tokens = len(transcript.request.ids)
-    report = of_cache.stats.report()
+    of_cache = seq.report or CacheReport(seq.request.plan, RunStats(), 0, {})
+    composed = path if seq.composed is None else seq.composed  # why it was, or would have been; empty: it was captured
+    prompt_tokens, report, rule = len(transcript.request.ids), of_cache.stats.report(), rule_of(of_cache.plan)
     # the step of a position chooses the token after it, and the next one is the first under the larger budget
     guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
     for event in guard:
@@ -203,35 +188,34 @@ def answer_of(
     if offsets is not None:
         log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a sequence that never ran
         passages = passages_of(log, offsets, of_cache.plan)
+    if composed:
+        path, dense_below = f"composed: {composed}", 0 if rule is None else rule.budget.min_context
+    else:
+        path, dense_below = runner.fast_path.name, seq.dense_below
     return Answer(
         text=transcript.text,
         token_ids=transcript.new_ids,
         prompt_tokens=prompt_tokens,
-        new_prompt_tokens=prompt_tokens - num_cached,
+        new_prompt_tokens=prompt_tokens - seq.num_reused,
         ttft_s=(transcript.times or [perf_counter()])[0] - started,
         itl_s=transcript.itl_s,
         plan=str(transcript.request.asked or of_cache.plan),
         kv_bytes=of_cache.kv_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
         stats=report,
-        path=runner.fast_path.name if captured is not None else f"composed: {path}",
-        host="" if captured is not None else _host(runner),
+        path=path,
+        host=_host(runner) if composed else "",
         index=of_cache.index,
-        dense_below=_dense_below(of_cache.plan) if captured is None else captured.dense_below,
-        setup_s=0.0 if captured is None else captured.setup_s,
-        build_s=build_s,
+        dense_below=dense_below,
+        setup_s=0.0 if composed else seq.setup_s,
+        build_s=seq.build_s,
         finish_reason=transcript.finish_reason,
         guard=guard,
         logprobs=transcript.logprobs,
-        no_reuse=no_reuse,
-        exact=None if exact is None else exact.report.as_dict(),
+        no_reuse="" if seq.prefix is not None else seq.no_reuse,
+        exact=None if seq.decoder is None else seq.decoder.report.as_dict(),
         passages=passages,
     )
-
-
-def _dense_below(plan: Plan) -> int:
-    rule = rule_of(plan)
-    return 0 if rule is None else rule.budget.min_context
 
 
 def _host(runner: ModelRunner) -> str:

@@ -9,6 +9,7 @@ print(answer.text, answer.decode("density"))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter
@@ -200,7 +201,7 @@ class LLM(Engine):
         with SavedDocument(checks.path_of("path", path)) as saved:
             saved.check(self, self.plan_of(plan, self.plan))
             document = self._document(saved.text, plan, progress, saved.ids)
-            document.restore(saved)
+            document.restore(partial(saved.fill, runner=self), saved.rotation, saved.read_s, saved.read_stats)
         return document
 
     def _document(

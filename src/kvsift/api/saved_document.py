@@ -220,18 +220,9 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
             same["dtype"], f"in {saved['dtype']}", f"this LLM computes in {given['dtype']}",
             f"Give dtype={saved['dtype']} (--dtype)",
         )  # fmt: skip
-        yield (
-            same["quantize"], f"with quantize={saved['quantize']}", f"this LLM has quantize={given['quantize']}",
-            f"Give quantize={saved['quantize']} (--quantize)",
-        )  # fmt: skip
-        yield (
-            same["kv_dtype"], f"with kv_dtype={saved['kv_dtype']}", f"this LLM has kv_dtype={given['kv_dtype']}",
-            f"Give kv_dtype={saved['kv_dtype']} (--kv-dtype)",
-        )  # fmt: skip
-        yield (
-            same["chunk_size"], f"in chunks of {saved['chunk_size']} tokens",
-            f"this LLM has chunk_size={given['chunk_size']}", f"Give chunk_size={saved['chunk_size']} (--chunk-size)",
-        )  # fmt: skip
+        for key in ("quantize", "kv_dtype", "chunk_size"):
+            was, now, option = f"{key}={saved[key]}", f"{key}={given[key]}", f"--{key.replace('_', '-')}"
+            yield same[key], f"with {was}", f"this LLM has {now}", f"Give {was} ({option})"
         yield (
             saved["prefill"] == str(plan.prefill), f"under {_named(saved['prefill'])}",
             f"the plan {plan} has {_named(str(plan.prefill))}", "Give a plan with the saved rule of prefill",

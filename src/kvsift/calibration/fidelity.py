@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
@@ -24,21 +23,6 @@ from kvsift.models.inference import inference
 from kvsift.plan.plan import Plan
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Means over the predicted tokens.
-
-    Attributes:
-        nll: negative log-likelihood of the tokens that follow in the text.
-        kl: KL(dense || plan), in nats.
-        agreement: how often both find the same token likeliest.
-    """
-
-    nll: float
-    kl: float
-    agreement: float
-
-
 class DecodedText(NamedTuple):
     """Token ids of a text, of which those from ``start`` on are decoded."""
 
@@ -51,7 +35,9 @@ class Scores(NamedTuple):
 
     Attributes:
         tokens: scored after each text.
-        kl, agreement, nll: of ``Fidelity``.
+        kl: KL(dense || plan), in nats.
+        agreement: how often both find the same token likeliest.
+        nll: negative log-likelihood of the tokens that follow in the text.
         recovery: share of attention on what was read, where steps were probed; else NaN.
     """
 
@@ -67,7 +53,7 @@ class _Decoded(NamedTuple):
 
     Attributes:
         plan, caches: of the texts.
-        kl, agreement, nll: of each text, the tensors [tokens] of each call.
+        kl, agreement, nll: as of ``Scores``, of each text the tensors [tokens] of each call.
     """
 
     plan: Plan
@@ -164,36 +150,6 @@ def _stepped(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tenso
         logits = slots.logits(tokens, kind)
         cache.advance(0, length + len(tokens), length + len(tokens), None)
     return logits
-
-
-@torch.inference_mode()
-def predictions(
-    runner: Engine, document: Document, last: int, targets: Sequence[int], plan: Plan
-) -> tuple[Tensor, dict[str, Any]]:
-    """Predict the tokens after a text under a plan, each after all tokens before it.
-
-    Args:
-        runner: of the document's model.
-        document: the text before, without its last token.
-        last: that token, which is decoded to predict the first target.
-        targets: the tokens that follow in the text.
-        plan: how to decode.
-
-    Returns:
-        Log-probabilities of every token in place of each target, float32 [num_targets, vocabulary] on the host, and the
-        counters of the run.
-    """
-    cache = document.prefill(plan, len(targets))
-    logits = runner.loop.call(partial(decoded, runner, cache, [last, *targets[:-1]]))
-    return logits.float().log_softmax(-1).cpu(), cache.stats.report()
-
-
-def fidelity(predicted: Tensor, dense: Tensor, targets: Sequence[int]) -> Fidelity:
-    """Compare log-probabilities [num_targets, vocabulary] of a plan with those of dense decoding."""
-    nll = -float(predicted.gather(1, torch.tensor(targets).unsqueeze(1)).mean())
-    divergence = torch.nn.functional.kl_div(predicted, dense, reduction="batchmean", log_target=True)
-    agreement = (predicted.argmax(-1) == dense.argmax(-1)).float().mean()
-    return Fidelity(nll, float(divergence), float(agreement))
 
 
 def bounds(means: Sequence[float], level: float = 0.9) -> tuple[float, float]:

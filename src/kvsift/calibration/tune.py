@@ -145,28 +145,21 @@ class Notebook:
             write_atomically(self.path, json.dumps({"key": self.key, "times": self.times, "scores": self.scores}))
 
 
-class Repeated:
-    """The contents of a document of any length, which repeat those of a shorter one: for times, not for answers."""
+def fill_repeatedly(cache: SparseCache, source: SparseCache, num_tokens: int, runner: Engine) -> None:
+    """Fill an empty cache with so many tokens, which repeat those of a shorter one: for times, not for answers."""
+    tensors, numbers, own = tensors_of(source), numbers_of(source), source.get_seq_length()
+    for each in numbers:
+        if "cumulative_length" in each:
+            each["cumulative_length"] = num_tokens
 
-    def __init__(self, cache: SparseCache, num_tokens: int) -> None:
-        self.rotation, self.read_s, self.read_stats = None, 0.0, dict[str, Any]()
-        self._cache, self._num_tokens = cache, num_tokens
+    def read(index: int) -> dict[str, Tensor]:
+        named = {name: tensors[f"layers.{index}.{name}"]() for name in ("keys", "values")}
+        if "cumulative_length" in numbers[index]:
+            return named  # a window, which is full
+        repeats = -(-num_tokens // own)
+        return {name: each.repeat(1, repeats, 1)[:, :num_tokens] for name, each in named.items()}
 
-    def fill(self, cache: SparseCache, runner: Engine) -> None:
-        """Fill an empty cache of the same model."""
-        tensors, numbers, own = tensors_of(self._cache), numbers_of(self._cache), self._cache.get_seq_length()
-        for each in numbers:
-            if "cumulative_length" in each:
-                each["cumulative_length"] = self._num_tokens
-
-        def read(index: int) -> dict[str, Tensor]:
-            named = {name: tensors[f"layers.{index}.{name}"]() for name in ("keys", "values")}
-            if "cumulative_length" in numbers[index]:
-                return named  # a window, which is full
-            repeats = -(-self._num_tokens // own)
-            return {name: each.repeat(1, repeats, 1)[:, : self._num_tokens] for name, each in named.items()}
-
-        fill(cache, numbers, read, runner.device, runner.dtype, runner.chunk_size)
+    fill(cache, numbers, read, runner.device, runner.dtype, runner.chunk_size)
 
 
 Progress = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much where that is known
@@ -388,7 +381,8 @@ class Tuner:
             repeated = [ids[at % len(ids)] for at in range(self.context)]
             self._timed = Document(self._runner, repeated, lambda question: repeated, Plan())
             self._runner.load()
-            self._timed.restore(Repeated(source.prefill(Plan()), self.context))
+            cached = source.prefill(Plan())
+            self._timed.restore(partial(fill_repeatedly, source=cached, num_tokens=self.context, runner=self._runner))
         return self._timed
 
 

@@ -42,9 +42,7 @@ def ask(
     ] = "prefill",
     max_new_tokens: o.NewTokensOption = 64,
     stop: o.StopOption = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message, for models with a chat template.")
-    ] = None,
+    system: o.SystemOption = None,
     prompt_template: Annotated[
         str | None,
         typer.Option(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ import typer
 from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.numbers_table import print_rows
-from kvsift.cli.printing import console, plain
+from kvsift.cli.printing import ProgressBar, plain
 from kvsift.collector import collector_paused
 from kvsift.errors import Conflict, UnusedOption
 
@@ -81,8 +81,6 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Read texts with a model, and write the principal directions of its keys and queries, or which layers' selections
     serve which others."""
-    from rich.progress import Progress
-
     chosen.check(layers)
     files.require_writable(out, "--out")
     texts = {str(path): files.read_text(path, "text") for path in text} if text else None
@@ -93,15 +91,13 @@ def calibrate(
     from kvsift.texts.calibration import CHARACTERS, prose_of
 
     llm = LLM(model, "dense", device=device, dtype=dtype)
-    with Progress(console=console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("texts" if layers else "tokens", total=None)
-        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
-        with files.writing(out):
-            if layers:
-                facts = calibrate_layers(llm, texts, out, tokens, length, chosen, show)
-            else:
-                sources = texts or {"prose": prose_of(CHARACTERS * tokens)}
-                facts = run(llm, sources, out, tokens=tokens, length=length, progress=show)
+    with ProgressBar() as bar, files.writing(out):
+        show = partial(bar.working, "texts" if layers else "tokens")
+        if layers:
+            facts = calibrate_layers(llm, texts, out, tokens, length, chosen, show)
+        else:
+            sources = texts or {"prose": prose_of(CHARACTERS * tokens)}
+            facts = run(llm, sources, out, tokens=tokens, length=length, progress=show)
     if as_json:
         print(json.dumps(facts, indent=2))
     elif layers:

@@ -54,10 +54,7 @@ HELP = {
 
 @o.expand
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face directory or name, or a GGUF file; without it, the embedded model."),
-    ] = None,
+    model: o.ModelArgument = None,
     context: Annotated[
         list[str] | None,
         typer.Option("--context", help="Text file to talk about; - is stdin. May be repeated: files are joined."),
@@ -65,9 +62,7 @@ def chat(
     plan: o.PlanOption = "sketch:budget=1024",
     max_new_tokens: o.NewTokensOption = 512,
     stop: o.StopOption = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message, for models with a chat template.")
-    ] = None,
+    system: o.SystemOption = None,
     *,
     sampling: o.SamplingOptions,
     engine: o.EngineOptions,

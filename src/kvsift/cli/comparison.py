@@ -27,7 +27,6 @@ class Reading(NamedTuple):
     density: float | None = None  # of prefill
 
 
-NO_READING = Reading()
 NOISE = 1.05  # a ratio of times that is no difference
 
 
@@ -36,11 +35,46 @@ class Column(NamedTuple):
 
     plan: Plan
     answers: Sequence[Answer]
-    read: Reading = NO_READING
+    read: Reading
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers of the answers, for JSON and tables."""
-        return summary(self.answers, self.read)
+        """Return the numbers, for JSON and tables: TTFT of the first answer with the document, means, sums of bytes."""
+        answers, read = self.answers, self.read
+        itl = [gap for answer in answers for gap in answer.itl_s]
+        proposed = Counter[str]()  # and accepted tokens, of exact decoding
+        for answer in answers:
+            proposed.update({name: count for name, count in (answer.exact or {}).items() if type(count) is int})
+        return {
+            "plan": answers[0].plan,
+            "path": answers[0].path,
+            "host": answers[0].host,
+            "index": answers[0].index,
+            "dense_below": answers[0].dense_below,
+            "prompt_tokens": max(answer.prompt_tokens for answer in answers),
+            "ttft_s": read.seconds + answers[0].ttft_s,
+            "read_s": read.seconds,
+            "read_density": read.density,
+            "ttft_cached_s": sum(answer.ttft_s - answer.build_s for answer in answers) / len(answers),
+            "build_s": sum(answer.build_s for answer in answers),
+            "tpot_s": sum(itl) / len(itl) if itl else None,
+            "visible_tokens": _mean(answers, "visible_tokens"),
+            "density": _mean(answers, "density"),
+            **_sparse_layers(answers),
+            "generated_tokens": sum(len(answer.token_ids) for answer in answers),
+            "finish_reasons": dict(Counter(answer.finish_reason for answer in answers)),
+            "kv_bytes_read": sum(answer.decode("kv_bytes_read") for answer in answers),
+            "kv_bytes_dense": sum(answer.decode("kv_bytes_dense") for answer in answers),
+            "recall": _mean(answers, "recall"),
+            "recovery": _mean(answers, "recovery"),
+            "exact": dict(+proposed),  # what is above 0
+            "estimated_share": _mean(answers, "estimated_share"),
+            "select_s": sum(answer.decode("select_s") for answer in answers),
+            "kv_bytes": max(answer.kv_bytes for answer in answers),
+            "peak_memory_bytes": max(answer.peak_memory_bytes for answer in answers),
+            "phases": [answer.stats["phases"] for answer in answers],
+            "layers": answers[0].stats["layers"],
+            "guard": [answer.guard for answer in answers],
+        }
 
     @property
     def decodes_sparsely(self) -> bool:
@@ -82,47 +116,6 @@ class Column(NamedTuple):
             print(f"kvsift: {message}", file=sys.stderr)
 
 
-def _counts(exact: dict[str, Any] | None) -> dict[str, int]:
-    """The numbers of tokens that exact decoding proposed and accepted; none without it."""
-    return {name: count for name, count in (exact or {}).items() if type(count) is int}
-
-
-def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, Any]:
-    """Return the numbers of one plan: TTFT of the first answer with the document, means, sums of bytes; for JSON."""
-    itl = [gap for answer in answers for gap in answer.itl_s]
-    return {
-        "plan": answers[0].plan,
-        "path": answers[0].path,
-        "host": answers[0].host,
-        "index": answers[0].index,
-        "dense_below": answers[0].dense_below,
-        "prompt_tokens": max(answer.prompt_tokens for answer in answers),
-        "ttft_s": read.seconds + answers[0].ttft_s,
-        "read_s": read.seconds,
-        "read_density": read.density,
-        "ttft_cached_s": sum(answer.ttft_s - answer.build_s for answer in answers) / len(answers),
-        "build_s": sum(answer.build_s for answer in answers),
-        "tpot_s": sum(itl) / len(itl) if itl else None,
-        "visible_tokens": _mean(answers, "visible_tokens"),
-        "density": _mean(answers, "density"),
-        **_sparse_layers(answers),
-        "generated_tokens": sum(len(answer.token_ids) for answer in answers),
-        "finish_reasons": dict(Counter(answer.finish_reason for answer in answers)),
-        "kv_bytes_read": sum(answer.decode("kv_bytes_read") for answer in answers),
-        "kv_bytes_dense": sum(answer.decode("kv_bytes_dense") for answer in answers),
-        "recall": _mean(answers, "recall"),
-        "recovery": _mean(answers, "recovery"),
-        "exact": dict(sum((Counter(_counts(answer.exact)) for answer in answers), Counter())),
-        "estimated_share": _mean(answers, "estimated_share"),
-        "select_s": sum(answer.decode("select_s") for answer in answers),
-        "kv_bytes": max(answer.kv_bytes for answer in answers),
-        "peak_memory_bytes": max(answer.peak_memory_bytes for answer in answers),
-        "phases": [answer.stats["phases"] for answer in answers],
-        "layers": answers[0].stats["layers"],
-        "guard": [answer.guard for answer in answers],
-    }
-
-
 def print_reading(llm: LLM, document: Document) -> None:
     """Print the size of the document, its prefill time and the model."""
     by = f"{llm.directory.name} on {llm.device} ({llm.precision})"
@@ -153,8 +146,7 @@ def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
         console(to_stderr).print(cell(
             f"At {numbers['prompt_tokens']:,} tokens this plan saves no time here: a token took "
             f"{1e3 * numbers['tpot_s']:.1f} ms under {numbers['plan']} and {1e3 * least:.1f} ms under dense. Plans pay "
-            "in longer contexts; --dense-below N decodes those below N tokens densely, which on a CPU nothing does by "
-            "itself."
+            "in longer contexts; --dense-below N decodes those below N tokens densely."
         ), soft_wrap=True)  # fmt: skip
 
 

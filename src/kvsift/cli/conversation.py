@@ -201,38 +201,32 @@ class Conversation:
             KVSiftError: if the turn is refused; the conversation is as it was.
             KeyboardInterrupt: unless a person types.
         """
-        with one_interrupt() if self._interactive else nullcontext():
-            self._ask(question)
-
-    def _ask(self, question: str) -> None:
-        printer = TurnPrinter(self._progress)
-        count = len(self._chat.turns)
+        printer, count = TurnPrinter(self._progress), len(self._chat.turns)
+        passages = bool(self.context.text) and self.why_no_passages is None
+        options: Options = {**self._options, "plan": self.plan, "passages": passages}
         answer: Answer | None = None
-        try:
-            answer = self._chat.ask(question, progress=printer.reading, on_text=printer.write, **self._turn_options())
-        except KeyboardInterrupt:
-            if not self._interactive:
-                raise
-        finally:
-            self._progress.clear()
-            printer.end(answer)
+        with one_interrupt() if self._interactive else nullcontext():
+            try:
+                answer = self._chat.ask(question, progress=printer.reading, on_text=printer.write, **options)
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+            finally:
+                self._progress.clear()
+                printer.end(answer)
+            self._keep(question, answer, printer.text, count)
+
+    def _keep(self, question: str, answer: Answer | None, text: str, count: int) -> None:
+        """Note the end of a turn after ``count`` others, and print its numbers; without an answer it was stopped."""
         self.last = answer
-        if answer is None and len(self._chat.turns) == count and printer.text:
-            self._chat.turns.append((question.strip(), printer.text))
+        if answer is None and len(self._chat.turns) == count and text:
+            self._chat.turns.append((question.strip(), text))
         numbers = STOPPED if answer is None else numbers_of(answer)
         if len(self._chat.turns) > count:
             self._numbers.append(numbers)
-        self._print_numbers(numbers)
-
-    def _turn_options(self) -> Options:
-        passages = bool(self.context.text) and self.why_no_passages is None
-        return {**self._options, "plan": self.plan, "passages": passages}
-
-    def _print_numbers(self, numbers: str) -> None:
-        if self._quiet:
-            return
-        out = console(stderr=not self._interactive)
-        out.print(cell(numbers, "dim"), soft_wrap=not out.is_terminal)
+        if not self._quiet:
+            out = console(stderr=not self._interactive)
+            out.print(cell(numbers, "dim"), soft_wrap=not out.is_terminal)
 
 
 class TurnPrinter:

@@ -20,7 +20,8 @@ PACKAGES = (
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
     """Report versions, device, memory and threads, and the code path of each kind of attention on this machine."""
-    facts = {"versions": _versions(), **_machine(device), **_vllm()}
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    facts = {"versions": versions, **_machine(device), **_vllm()}
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -30,10 +31,6 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     ]
     print_rows([("", ""), *rows])
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def _version(package: str) -> str:
@@ -87,16 +84,11 @@ def _machine(name: str) -> dict[str, Any]:
             "decode steps": _decode_path(device.type == "cuda"),
             **{f"{name} weights": _weights_path(name, device) for name in FORMATS},
             "short contexts": "sparse steps can be slower than dense ones, which kvsift ask --compare dense times; "
-            + _short_contexts(device.type == "cuda"),
+            "--dense-below auto makes them dense where that is measured to be faster: on a GPU in CUDA graphs, on a "
+            "CPU with the fused forward pass",
         },
         "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
     }
-
-
-def _short_contexts(on_gpu: bool) -> str:
-    if on_gpu:
-        return "steps in CUDA graphs are dense where that is measured to be faster (--dense-below auto)"
-    return "on a CPU they stay sparse unless --dense-below N is given"
 
 
 def _weights_path(name: str, device: Any) -> str:

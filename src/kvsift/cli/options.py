@@ -21,6 +21,11 @@ ModelOption = Annotated[
         "or NAME:FILE.gguf for a GGUF file of it. Without it, the embedded model, which only finds planted facts.",
     ),
 ]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="Hugging Face directory or name, or a GGUF file; without it, the embedded model."),
+]
+SystemOption = Annotated[str | None, typer.Option("--system", help="System message, for models with a chat template.")]
 PlanOption = Annotated[
     str,
     typer.Option(

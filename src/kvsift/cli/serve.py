@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,10 +33,7 @@ PASSED_ON = "host", "port", "dtype"  # vLLM has them by the same names
 @o.expand
 def serve(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face directory or name, or a GGUF file; without it, the embedded model."),
-    ] = None,
+    model: o.ModelArgument = None,
     engine: Annotated[str, typer.Option("--engine", help="kvsift, or vllm with kvsift's plugin.")] = "kvsift",
     plan: o.PlanOption = "sketch:budget=1024",
     allow: Annotated[
@@ -95,7 +93,8 @@ def serve(
         # without a host vLLM listens on all addresses
         values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given or name == "host"}
         served = [NAMES, *names] if names else []  # last: further names may follow it
-        passed_on = [*_as_options(values), *served, *ctx.args]
+        own = [part for name, value in values.items() for part in (f"--{name}", value)]
+        passed_on = [*own, *served, *ctx.args]
         _replace_by_vllm(model, plan, allow or [], options.dense_below, given, passed_on)
     if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
         if names and not others[0].startswith("-"):
@@ -155,10 +154,6 @@ def _replace_by_vllm(
     os.execv(command[0], command)
 
 
-def _as_options(values: Mapping[str, str]) -> list[str]:
-    return [part for name, value in values.items() for part in (f"--{name}", value)]
-
-
 def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[str]) -> list[str]:
     """Return the command of vLLM's server.
 
@@ -168,13 +163,21 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     from kvsift.plan.syntax import is_auto
     from kvsift.vllm.settings import KEY, Settings, plans_of
 
-    plans = plans_of(model, _value_of("--revision", passed_on), "cuda" if _on_gpu() else "cpu")
+    plans = plans_of(model, _taken(passed_on, "--revision")[0], "cuda" if _on_gpu() else "cpu")
     named = [str(plans.auto) if is_auto(plan) else plan for plan in (settings["plan"], *settings.get("plans", ()))]
     Settings.read({KEY: settings}, plans)
     settings = {**settings, "plan": named[0], "plans": named[1:]}  # looked up once, for all processes of vLLM
     if find_spec("vllm") is None:
         raise MissingPackage(NO_VLLM)
-    config, others = _without_config(list(passed_on))
+    if dotted := [option for option in passed_on if option.replace("_", "-").startswith(f"{CONFIG}.")]:
+        raise InvalidValue(f"{dotted[0]}: give {CONFIG} as one JSON object, to which the settings of kvsift are added.")
+    text, others = _taken(passed_on, CONFIG, CONFIG.replace("-config", "_config"))
+    try:
+        config = {} if text is None else json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise InvalidValue(f"{CONFIG} {text} must be a JSON object.")
     if KEY in config:
         raise Conflict(f"{CONFIG} has settings for {KEY}; give them as options: --plan, --allow-plan, --dense-below.")
     if _on_gpu() and not any(option.startswith("--attention-backend") for option in others):
@@ -183,39 +186,15 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     return [sys.executable, "-m", SERVER, model, CONFIG, config_text, *others]
 
 
-def _value_of(option: str, passed_on: Sequence[str]) -> str | None:
-    """Return what an option of vLLM is given as; None if it is not given."""
-    for index, each in enumerate(passed_on):
-        name, equals, value = each.partition("=")
-        if name == option:
-            return value if equals else next(iter(passed_on[index + 1 :]), None)
-    return None
+def _taken(passed_on: Sequence[str], *names: str) -> tuple[str | None, list[str]]:
+    """Return what an option of vLLM is given as, None if it is not given, and the other options."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*names, dest="value", nargs="?", const="")
+    given, others = parser.parse_known_args(passed_on)
+    return given.value, others
 
 
 def _on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _without_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the additional configuration among options, and the other options."""
-    for index, option in enumerate(passed_on):
-        name, equals, text = option.partition("=")
-        name = name.replace("_", "-")
-        if name.startswith(f"{CONFIG}."):
-            raise InvalidValue(
-                f"{option}: give {CONFIG} as one JSON object, to which the settings of kvsift are added."
-            )
-        if name != CONFIG:
-            continue
-        stop = index + (1 if equals else 2)
-        text = text if equals else " ".join(passed_on[index + 1 : stop])
-        try:
-            config = json.loads(text)
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise InvalidValue(f"{CONFIG} {text} must be a JSON object.")
-        return config, passed_on[:index] + passed_on[stop:]
-    return {}, passed_on

@@ -137,7 +137,7 @@ class ModelRunner(Uncopied):
         """Refuse a text whose first part has too many tokens already: all of it would take seconds to tokenize.
 
         Raises:
-            InputError: with an estimate of its tokens.
+            InputError: with an estimate of its tokens, in words by which clients such as LiteLLM recognise it.
         """
         positions = self.directory.max_positions
         if positions is None or len(text) <= CHARACTERS_PER_TOKEN * positions:
@@ -147,9 +147,8 @@ class ModelRunner(Uncopied):
         if count > positions:
             estimate = float(f"{count * len(text) / len(head):.2g}")
             raise ContextLengthExceeded(
-                f"the text has {len(text):,} characters, about {estimate:,.0f} tokens, but {self.directory.name} was "
-                f"made for {positions:,} positions. Give a part of it ({PARTS}), or use a model made for longer "
-                "contexts."
+                f"This model's maximum context length is {positions} tokens. The text has {len(text):,} characters, "
+                f"about {estimate:,.0f} tokens. Give a part of it ({PARTS}), or use a model made for longer contexts."
             )
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: Plan) -> None:
@@ -175,8 +174,8 @@ class ModelRunner(Uncopied):
             if longest < positions:
                 ways.insert(0, f"generate {positions - longest:,} at most")
             raise ContextLengthExceeded(
-                f"the prompt has {longest:,} tokens and up to {max_new_tokens:,} will be generated, but {name} was "
-                f"made for {positions:,} positions. To go on: {', or '.join(ways)}."
+                f"This model's maximum context length is {positions} tokens. The prompt has {longest:,} tokens and up "
+                f"to {max_new_tokens:,} will be generated. To go on: {', or '.join(ways)}."
             )
         check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
         plan.check_layers(range(self.directory.config.num_hidden_layers))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import struct
 import tempfile
 from functools import cache
 from importlib.resources import files
@@ -42,18 +41,8 @@ def embedded_model() -> Path:
     return target
 
 
-def pack(weights: Path, packed: Path) -> None:
-    """Pack a safetensors file whose tensors are all bfloat16."""
-    data = weights.read_bytes()
-    start = 8 + struct.unpack("<Q", data[:8])[0]
-    bits = np.frombuffer(data[start:], np.uint16)
-    exponents, others = (bits >> 7) & 0xFF, (bits >> 8) & 0x80 | bits & 0x7F
-    header = np.frombuffer(data[:start], np.uint8)
-    np.savez_compressed(packed, header=header, exponents=exponents.astype(np.uint8), others=others.astype(np.uint8))
-
-
 def unpack(packed: Path, weights: Path) -> None:
-    """Write the safetensors file that ``pack`` was given, byte for byte."""
+    """Write the safetensors file of packed weights, byte for byte: their exponents, their signs and mantissas."""
     with np.load(packed) as planes:
         exponents, others = (planes[name].astype(np.uint16) for name in ("exponents", "others"))
         bits = (others & 0x80) << 8 | exponents << 7 | others & 0x7F

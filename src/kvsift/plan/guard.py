@@ -9,7 +9,6 @@ shrinks within a request. A new prompt begins with the budget of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -96,7 +95,10 @@ class Guard:
         self._marks.append(mark)
         if mark.size == last.size:
             return None
-        return _widening(at, probed, budget, last, mark)
+        assert budget.min_recovery is not None
+        worst = min(probed, key=lambda layer: probed[layer])
+        before, after = sizes(_budget(last, budget)), sizes(_budget(mark, budget))
+        return Widening(at, fmean(probed.values()), probed[worst], worst, budget.min_recovery, before, after)
 
     def widens(self, budget: Budget) -> bool:
         """Whether the last probe, undecided yet, will double the budget."""
@@ -176,10 +178,3 @@ def _budget(mark: Mark, budget: Budget) -> Budget | None:
     if mark.dense:
         return None
     return widened(budget, mark.doublings) if mark.doublings else budget
-
-
-def _widening(position: int, probed: Mapping[int, float], budget: Budget, last: Mark, mark: Mark) -> Widening:
-    assert budget.min_recovery is not None
-    layer = min(probed, key=lambda layer: probed[layer])
-    before, after = sizes(_budget(last, budget)), sizes(_budget(mark, budget))
-    return Widening(position, fmean(probed.values()), probed[layer], layer, budget.min_recovery, before, after)

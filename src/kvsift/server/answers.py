@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 from kvsift import __version__
-from kvsift.server.api_errors import ApiError
 from kvsift.server.jobs import Piece, ServerJob
 from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
@@ -97,11 +96,6 @@ def event(body: Mapping[str, Any]) -> bytes:
 
 def _encode(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
-
-
-def failure(error: ApiError) -> bytes:
-    """Return the event that ends a stream with an error."""
-    return event(error.as_dict())
 
 
 def usage(job: ServerJob, request: AnyRequest) -> Usage:

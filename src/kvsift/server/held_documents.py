@@ -20,7 +20,6 @@ from kvsift.engine.sequence import FinishReason, Sequence
 from kvsift.errors import InputError, Unavailable, UnreadableFile, UnsupportedPrompt
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
-from kvsift.server.prompt_limit import PromptLimit
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
@@ -92,7 +91,6 @@ class HeldDocuments(Generic[Question]):
 
     Args:
         llm: whose weights are loaded.
-        limit: of its prompts.
         plan: of their prefill.
         send: a message to the server.
         begin: starts a question whose document is ready; it may have been cancelled.
@@ -100,10 +98,10 @@ class HeldDocuments(Generic[Question]):
     """
 
     def __init__(
-        self, llm: LLM, form: PromptFormat, limit: PromptLimit, plan: Plan, send: Callable[[dict[str, Any]], None],
+        self, llm: LLM, form: PromptFormat, plan: Plan, send: Callable[[dict[str, Any]], None],
         begin: Callable[[Question], None], refuse: Callable[[Question, str], None],
     ) -> None:  # fmt: skip
-        self._llm, self._form, self._limit, self._plan, self._send = llm, form, limit, plan, send
+        self._llm, self._form, self._plan, self._send = llm, form, plan, send
         self._begin, self._refuse = begin, refuse
         self._held: dict[str, HeldDocument[Question]] = {}
         self._in_prefill: dict[HeldDocument[Question], Sequence] = {}  # those whose sequences have not ended
@@ -231,7 +229,7 @@ class HeldDocuments(Generic[Question]):
         return True
 
     def _seq(self, document: HeldDocument[Question]) -> Sequence:
-        self._limit.check_text(len(document.text))
+        self._llm.check_text(document.text)
         ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
             raise UnsupportedPrompt("the chat template has no place for a document.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from hmac import compare_digest
-from ipaddress import ip_address
 from socket import gethostname
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvsift.server.api_errors import ApiError
 from kvsift.server.page_files import PAGE
-from kvsift.server.settings import salt_of
+from kvsift.server.settings import address_of, salt_of
 
 HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
 REQUEST_ID = "x-request-id"  # of every response: the client's own, if it is valid
@@ -67,8 +66,9 @@ class AccessMiddleware:
     def _check_host(self, host: str) -> None:
         """Refuse names that are not this server's: a web page elsewhere may have one that leads here. An address in
         numbers is what it says."""
-        name = _host_name(host)
-        if name not in self._hosts and not _is_address(name):
+        found = HOST.fullmatch(host)  # malformed (RFC 9110 7.2) if it is none
+        name = "" if found is None else (found["address"] or found["name"]).lower()
+        if name not in self._hosts and address_of(name) is None:
             text = f"this server is not {host[:80]!r}. Use its address, or start it with --allow-host."
             raise ApiError(403, text, "host_not_allowed")
 
@@ -88,16 +88,3 @@ class AccessMiddleware:
             text = "this server needs an API key, as in: Authorization: Bearer KEY."
             raise ApiError(401, text, "invalid_api_key")
         return salt, salt
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a Host header, without port and brackets; "" if the header is malformed (RFC 9110 7.2)."""
-    found = HOST.fullmatch(host)
-    return "" if found is None else (found["address"] or found["name"]).lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        return bool(ip_address(name))
-    except ValueError:
-        return False

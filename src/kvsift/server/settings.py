@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +136,18 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
 
 def check_exposure(host: str, keys: Sequence[str], is_open: bool) -> None:
     """Refuse an address that other machines reach without an API key (``InputError``), unless that is asked for."""
-    if not keys and not is_open and not _is_loopback(host):
+    address = address_of(host)
+    is_loopback = host == "localhost" if address is None else address.is_loopback
+    if not keys and not is_open and not is_loopback:
         raise MissingInput(
             f"--host {host} lets other machines in, and there is no API key. Set {KEY_VARIABLE}, give --api-key-file, "
             "or, in a network where everybody may use the model, --open."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host is written as; None if it has a name."""
     try:
-        return ip_address(host).is_loopback
+        return ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return None

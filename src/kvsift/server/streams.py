@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvsift.server.answers import AnswerForm, failure
+from kvsift.server.answers import AnswerForm, event
 from kvsift.server.api_errors import ApiError, ClientLeft
 from kvsift.server.jobs import ServerJob
 
@@ -84,7 +84,7 @@ class EventResponse(Response):
         except Exception as error:
             traceback.print_exc()
             text = f"this answer failed in the server ({type(error).__name__}); its log has the reason."
-            end = failure(ApiError(500, text, "answer_failed"))
+            end = event(ApiError(500, text, "answer_failed").as_dict())
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
@@ -94,7 +94,7 @@ async def answer_events(job: ServerJob, form: AnswerForm) -> AsyncIterator[bytes
         is_ended = job.is_ended  # before its pieces are taken
         data = form.chunks(job)
         if is_ended:
-            yield data + (form.last(job) if job.error is None else failure(job.error))
+            yield data + (form.last(job) if job.error is None else event(job.error.as_dict()))
             return
         if data:
             yield data

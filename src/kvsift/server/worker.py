@@ -37,7 +37,6 @@ from kvsift.plan.plan import Plan
 from kvsift.server import frames
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.held_documents import HeldDocuments
-from kvsift.server.prompt_limit import PromptLimit
 from kvsift.server.replies import Reply, usage_of
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, require_text
@@ -88,13 +87,12 @@ class Worker:
         if settings["reserve_tokens"] != 0:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
-        self._limit = PromptLimit.of(llm)
         self._waiting: list[OpenSequence] = []  # accepted sequences whose document is in prefill
         self._seqs: list[OpenSequence] = []
         self._lock = Lock()
         self._has_worked = False  # since the heap was trimmed
         self._documents = HeldDocuments[OpenSequence](
-            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_sequence
+            llm, self._form, self._plans[0], self._send, self._begin, self._refuse_sequence
         )
 
     def run(self, incoming: BinaryIO) -> None:
@@ -191,7 +189,7 @@ class Worker:
         if not request.messages:
             return [self._encode_prompt(prompt) for prompt in request.prompts]
         text, growing = self._document(request)
-        self._limit.check_text(len(text) + sum(len(each["content"]) for each in request.messages))
+        self._llm.check_text("\n".join([text, *(each["content"] for each in request.messages)]))
         return [self._form.encode_messages(request.messages, text, growing)]
 
     def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:
@@ -202,7 +200,7 @@ class Worker:
         llm = self._llm
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
-            self._limit.check_text(len(prompt))
+            llm.check_text(prompt)
             return llm.encode(prompt)
         vocabulary = llm.directory.config.vocab_size
         if (largest := max(prompt)) >= vocabulary:
@@ -244,12 +242,11 @@ class Worker:
         return seqs
 
     def _max_new_tokens(self, ids: abc.Sequence[int], max_tokens: int | None) -> int:
-        positions = self._limit.positions
+        positions = self._llm.directory.max_positions
         if not ids:
             raise EmptyText("the prompt is empty.")
         if max_tokens is None:
             max_tokens = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
-        self._limit.check_tokens(len(ids), max_tokens)
         return max_tokens
 
     def _plan(self, request: AnswerRequest) -> Plan:

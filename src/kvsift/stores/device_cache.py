@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsift.errors import InvalidValue
-
 
 class DeviceCache:
     """Pieces of one layer.
@@ -23,8 +21,6 @@ class DeviceCache:
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise InvalidValue(f"device_cache={tokens!r} must be a number of tokens, 1 or more; 8192 is a good start.")
         self.tokens, self.device = tokens, device
         self._requested = self._hits = 0
         self._granule_size = self._num_kv_heads = self._clock = 0

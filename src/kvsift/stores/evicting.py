@@ -141,15 +141,12 @@ class EvictingStore(Store):
         selection = select(segment, reader)
         attend = attend_sparse
         if view.evict:
-            self._evict_hidden(row, segment, view, selection)
+            (sinks_stop, window_start), device = view.spans[0], segment.queries.device
+            chosen = torch.empty(1, 0, dtype=torch.int64, device=device) if selection is None else selection.units
+            self.evict(row, sinks_stop, chosen, min(window_start, segment.stop))
             attend = _attend_left if view.reposition is None else attend_repositioned
         part, visible = attend(self.shape, segment, self.reader(row), view, selection)
         return Attended(part, selection, visible)
-
-    def _evict_hidden(self, row: int, segment: Segment, view: View, selection: Selection | None) -> None:
-        (sinks_stop, window_start), device = view.spans[0], segment.queries.device
-        chosen = torch.empty(1, 0, dtype=torch.int64, device=device) if selection is None else selection.units
-        self.evict(row, sinks_stop, chosen, min(window_start, segment.stop))
 
     @torch.inference_mode()
     def evict(self, row: int, first: int, chosen: Tensor, stop: int) -> None:

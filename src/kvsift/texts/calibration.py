@@ -4,7 +4,8 @@ any texts."""
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -14,15 +15,16 @@ from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.recipe import pieces_of_texts
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.errors import TooShort
-from kvsift.texts import TASKS, make_sample
+from kvsift.texts import key_value, needle
+from kvsift.texts.layout import Draft, Encode, cut_tail, lay_out
 from kvsift.texts.prose import prose
-from kvsift.texts.sample import Sample
-from kvsift.tokenization.prompt import answer_text
+from kvsift.tokenization.prompt import answer_text, question_text
 
 QUESTIONS, ROOM = 8, 384  # of a context, and the most tokens that they and their answers take
 DECODED = 128  # tokens at the end of a text
 CHARACTERS = 8  # of a token, an upper bound
 LEAST_CONTEXT = 512  # tokens before those that are scored
+KINDS = {"needle": needle, "key_value": key_value}  # of contexts with questions
 
 
 def task_texts(
@@ -38,15 +40,18 @@ def task_texts(
     prefix = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     room = min(ROOM, length // 2)
     for seed in range(first_seed, first_seed + max(tokens // length, 1)):
-        task = list(TASKS.values())[seed % len(TASKS)]
+        name, kind = list(KINDS.items())[seed % len(KINDS)]
+        rng = Random(f"{name}:{length - room}:{seed}")
+        draft = kind.draft(rng, max(1, min(QUESTIONS, (length - room) // (2 * kind.TOKENS_PER_QUESTION))))
         try:
-            sample = make_sample(task, length - room, seed, encode, QUESTIONS, prefix)
+            layout = lay_out(draft, length - room, encode, lru_cache(maxsize=None)(encode), rng, prefix)
         except ValueError as error:
             raise TooShort(
-                f"task {task.name!r} cannot be made of {length} tokens: {error}. Give a longer --length."
+                f"task {name!r} cannot be made of {length} tokens: {error}. Give a longer --length."
             ) from error
-        texts.append(_answered(sample, encode, room))
-        sources[f"{task.name} {seed}"] = sample.context
+        context, ids = cut_tail(layout, length - room, encode)
+        texts.append(DecodedText([*ids, *_answers(draft, encode, room)], len(ids)))
+        sources[f"{name} {seed}"] = context
     return texts, sources
 
 
@@ -147,11 +152,12 @@ def _places(length: int, context: int, scored: int, rng: Random) -> list[int]:
     return found
 
 
-def _answered(sample: Sample, encode: Any, room: int) -> DecodedText:
+def _answers(draft: Draft, encode: Encode, room: int) -> list[int]:
+    """The questions of a draft with their answers, as many as there is room for, in tokens."""
     ids: list[int] = []
-    for question in sample.questions:
-        asked: Sequence[int] = [*encode(question.tail), *encode(answer_text(question.answer))]
+    for question in draft.questions:
+        asked = [*encode(question_text(question.text)), *encode(answer_text(question.answer))]
         if len(ids) + len(asked) > room:
             break
         ids += asked
-    return DecodedText([*sample.context_ids, *ids], len(sample.context_ids))
+    return ids

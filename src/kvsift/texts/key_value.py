@@ -3,10 +3,11 @@
 import random
 from collections.abc import Callable, Iterator
 
-from kvsift.texts.sample import Draft, DraftQuestion, Task
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
 
 Maker = Callable[[random.Random], str]
+TOKENS_PER_QUESTION = 40  # of its needles, an upper bound
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:
@@ -32,22 +33,9 @@ def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, used: s
             yield _line(key, make_value(rng))
 
 
-def _hexadecimal(rng: random.Random) -> str:
-    return hexadecimal(rng, 8)
-
-
-def _number(rng: random.Random) -> str:
-    return digits(rng, 6)
-
-
-def _words(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}"
-
-
-def _pseudo_words(rng: random.Random) -> str:
-    return f"{pseudo_word(rng)} {pseudo_word(rng)}"
-
-
-_MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
-
-TASKS = (Task("key_value", "values of JSON-like lines that fill the context", draft, tokens_per_question=40),)
+_MAKERS: tuple[Maker, ...] = (
+    lambda rng: hexadecimal(rng, 8),
+    lambda rng: digits(rng, 6),
+    lambda rng: f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}",
+    lambda rng: f"{pseudo_word(rng)} {pseudo_word(rng)}",
+)

@@ -1,10 +1,42 @@
-"""Layout of a draft: a context of an exact number of tokens with its needles spread over the whole depth."""
+"""Drafts of contexts with questions, and their layout: an exact number of tokens with the needles spread over the whole
+depth."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvsift.texts.sample import Draft, Encode
+Encode = Callable[[str], Sequence[int]]
+"""Token ids of a piece of text, special tokens not added."""
+
+
+@dataclass(frozen=True)
+class DraftQuestion:
+    """A question of a draft; ``needle`` is the index of the last needle that the answer depends on."""
+
+    text: str
+    answer: str
+    needle: int
+    answers: tuple[str, ...] = ()
+    answer_prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A context before it has a length.
+
+    Attributes:
+        needles: pieces to hide, in order of appearance, each with its separator in front.
+        questions: about the needles, in any order.
+        filler: endless pieces that fill the context, each with its separator in front.
+        is_stock: whether pieces of filler recur across samples, so that their tokens are worth caching.
+        intro: the beginning of the context, before any needle or filler.
+    """
+
+    needles: list[str]
+    questions: list[DraftQuestion]
+    filler: Iterator[str]
+    is_stock: bool
+    intro: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,19 +100,11 @@ def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int
         return "".join(layout.pieces), layout.ids
     keep = length - layout.tail_start
     head, last = "".join(layout.pieces[:-1]), layout.pieces[-1]
-    for text in _prefixes(last):
-        tail = list(encode(text))
+    for stop in range(len(last), 0, -1):
+        tail = list(encode(last[:stop]))
         if len(tail) == keep:
-            return head + text, layout.ids[: layout.tail_start] + tail
+            return head + last[:stop], layout.ids[: layout.tail_start] + tail
     # no prefix of the last piece has that many tokens (a character of several tokens): full stops instead
-    return _padded(head, layout.ids[: layout.tail_start], keep, encode)
-
-
-def _prefixes(text: str) -> Iterator[str]:
-    return (text[:stop] for stop in range(len(text), 0, -1))
-
-
-def _padded(head: str, ids: list[int], count: int, encode: Encode) -> tuple[str, list[int]]:
-    stop = list(encode("."))
-    assert len(stop) == 1, "the tokenizer spells a full stop in several tokens"
-    return head + "." * count, ids + stop * count
+    full_stop = list(encode("."))
+    assert len(full_stop) == 1, "the tokenizer spells a full stop in several tokens"
+    return head + "." * keep, layout.ids[: layout.tail_start] + full_stop * keep

@@ -2,11 +2,12 @@
 
 import random
 
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
 
 KINDS = ("number", "code", "word")
+TOKENS_PER_QUESTION = 48  # of its needles, an upper bound
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:
@@ -39,6 +40,3 @@ def value(rng: random.Random, kind: str) -> str:
     if kind == "code":
         return hexadecimal(rng, rng.choice((8, 12, 16)))
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}" if rng.random() < 0.7 else pseudo_word(rng)
-
-
-TASKS = (Task("needle", "one magic value per key, hidden in noise or prose", draft, tokens_per_question=48),)

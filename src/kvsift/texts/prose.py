@@ -29,7 +29,6 @@ NOISE = (
 
 _PLAIN = re.compile(r"[A-Za-z0-9_ ,.;:'!?()/%+=-]+")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
-_WORD = re.compile(r"(?<![\w.'-])[a-z]{3,12}(?![\w('-])")
 # Tests have few docstrings, idlelib and lib2to3 generated tables; site-packages is not CPython's.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "__pycache__"}
 
@@ -37,7 +36,9 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 @lru_cache(maxsize=1)
 def paragraphs() -> tuple[str, ...]:
     """Return all distinct plain paragraphs: the language reference, then docstrings by file name."""
-    distinct = dict.fromkeys(p for block in _reference() for p in plain_paragraphs(block))
+    from pydoc_data.topics import topics
+
+    distinct = dict.fromkeys(p for name in sorted(topics) for p in plain_paragraphs(topics[name]))
     distinct.update(dict.fromkeys(p for block in _docstrings() for p in plain_paragraphs(block)))
     return tuple(distinct)
 
@@ -46,12 +47,6 @@ def paragraphs() -> tuple[str, ...]:
 def sentences() -> tuple[tuple[str, ...], ...]:
     """Return the sentences of every paragraph."""
     return tuple(tuple(_SENTENCE_END.split(paragraph)) for paragraph in paragraphs())
-
-
-@lru_cache(maxsize=1)
-def vocabulary() -> tuple[str, ...]:
-    """Return the distinct lower-case words of the prose with 3 to 12 letters, sorted."""
-    return tuple(sorted({word for texts in sentences() for text in texts for word in _WORD.findall(text)}))
 
 
 def plain_paragraphs(block: str) -> Iterator[str]:
@@ -113,12 +108,6 @@ def document(
         pieces.append(" " + pending.pop()[1].strip() if is_due and pieces else next(source))
         length += count_tokens(pieces[-1])
     return "".join(pieces).strip()
-
-
-def _reference() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    return (topics[name] for name in sorted(topics))
 
 
 def _docstrings() -> Iterator[str]:

@@ -258,22 +258,3 @@ def question_text(question: str) -> str:
 def answer_text(answer: str) -> str:
     """Return the text that a model should generate after ``question_text``, the stop included."""
     return f" {answer}{STOP}"
-
-
-def prompt(context: str, question: str) -> str:
-    """Return the prompt of a question about a document, as plain text; the tokenizer adds the bos token."""
-    return context.rstrip() + question_text(question)
-
-
-def parse_answer(generated: str) -> str:
-    """Return the answer in generated text: its first non-empty line, without surrounding space."""
-    return generated.strip().split(STOP, 1)[0].strip()
-
-
-def exact_match(generated: str, answer: str) -> bool:
-    """Whether the generated answer equals the expected one, apart from case, inner spacing and one final full stop."""
-    return _plain(parse_answer(generated)) == _plain(answer)
-
-
-def _plain(answer: str) -> str:
-    return " ".join(answer.casefold().split()).removesuffix(".")

@@ -65,6 +65,19 @@ def layer_index(name: str) -> int:
     return int(found.group(1)) if found else -1
 
 
+def why_dense(attention: Any) -> str:
+    """Why a layer is attended by the stock backend alone; empty if it need not be."""
+    window = attention.sliding_window  # -1 on a CPU, (-1, -1) on a GPU: none
+    window = window[0] + 1 if isinstance(window, tuple) else max(window, 0)
+    if attention.attn_type != "decoder":
+        return f"attention of type {attention.attn_type}"
+    if window:
+        return f"a sliding window of {window} tokens"
+    if attention.alibi_slopes is not None:
+        return "ALiBi"
+    return "a cache of another layer" if attention.kv_sharing_target_layer_name else ""
+
+
 def is_prefilling(metadata: Any) -> list[bool]:
     """Whether each sequence is still in prefill, of vLLM's ``CommonAttentionMetadata``."""
     given = getattr(metadata, "is_prefilling", None)

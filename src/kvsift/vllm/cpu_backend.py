@@ -3,6 +3,8 @@ sparse."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,14 +16,92 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape
 from kvsift.vllm import compat
 from kvsift.vllm.block_cache import BlockCache, BlockLayout, attend_token
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.refusals import check_block_size
-from kvsift.vllm.step_rows import GeneratingRow, StepRows
 
+Build = Callable[[Any], Any]  # vLLM's CommonAttentionMetadata -> metadata of the stock backend
 GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class GeneratingRow:
+    """A sequence whose one new token was generated."""
+
+    row: int
+    token: int  # its place among the new tokens of the step
+    length: int  # tokens cached, this one included
+    plan: Plan
+
+    def sparse_rule(self, layer: int, dense_below: int) -> Rule | None:
+        """Return the rule of the sequence in a layer; None if it sees its whole context there."""
+        rule = self.plan.decode
+        if rule is None or self.length < dense_below or rule.is_dense(layer, self.length - 1, self.length):
+            return None
+        return rule
+
+
+@dataclass
+class StepRows:
+    """Sequences of one step.
+
+    Attributes:
+        decodes: sequences that generate.
+        common: vLLM's description of the step.
+        build: makes the stock backend's metadata of such a description.
+    """
+
+    decodes: list[GeneratingRow]
+    common: Any
+    build: Build
+    _others: dict[tuple[int, ...], tuple[Tensor, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, common: Any, state: EngineState, build: Build) -> StepRows:
+        """Return the sequences of a step, with their plans."""
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        slots, prefilling = compat.slots_of_rows(common), compat.is_prefilling(common)
+        decodes = [
+            GeneratingRow(row, starts[row], lengths[row], state.plan(slots[row]))
+            for row in range(common.num_reqs)
+            if starts[row + 1] - starts[row] == 1 and not prefilling[row]
+        ]
+        return cls(decodes, common, build)
+
+    def others(self, sparse: Sequence[int]) -> tuple[Tensor, Any]:
+        """Return the new tokens of all sequences but the sparse ones, int64 [num_tokens], and the stock metadata of
+        those sequences; layers with the same sparse sequences share them."""
+        key = tuple(sparse)
+        if key not in self._others:
+            rows = [row for row in range(self.common.num_reqs) if row not in set(sparse)]
+            self._others[key] = self._subset(rows)
+        return self._others[key]
+
+    def _subset(self, rows: list[int]) -> tuple[Tensor, Any]:
+        common, index = self.common, torch.tensor(rows, dtype=torch.int64)
+        starts = common.query_start_loc_cpu.tolist()
+        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows] or [index])
+        counts = [starts[row + 1] - starts[row] for row in rows]
+        query_starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seq_lens, causal = common.seq_lens[index], common.causal
+        return tokens, self.build(
+            replace(
+                common,
+                query_start_loc=query_starts,
+                query_start_loc_cpu=query_starts,
+                seq_lens=seq_lens,
+                num_reqs=len(rows),
+                num_actual_tokens=len(tokens),
+                max_query_len=max(counts, default=0),
+                max_seq_len=int(seq_lens.max()) if rows else 0,
+                block_table_tensor=common.block_table_tensor[index],
+                slot_mapping=common.slot_mapping[tokens],
+                causal=causal[index] if isinstance(causal, Tensor) else causal,
+            )
+        )
 
 
 class SparseCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
@@ -64,23 +144,13 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         state = state_of(get_current_vllm_config())
-        if state is not None and (reason := self._stays_dense()):
+        if state is not None and (reason := compat.why_dense(self)):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
             state = None
         self._state: EngineState | None = state
         if state is not None:
             state.layers += 1
         self._cache: BlockCache | None = None
-
-    def _stays_dense(self) -> str:
-        """Why the layer is attended by the stock backend alone; empty if it need not be."""
-        if self.attn_type != "decoder":
-            return f"attention of type {self.attn_type}"
-        if self.sliding_window != -1:
-            return f"a sliding window of {self.sliding_window} tokens"
-        if self.alibi_slopes is not None:
-            return "ALiBi"
-        return "a cache of another layer" if self.kv_sharing_target_layer_name else ""
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -102,7 +172,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         for row in step.decodes:
             rule = row.sparse_rule(shape.layer, dense_below)
             if rule is None:
-                self._count_dense(row, kv_cache)
+                token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
+                self._state.counters.tally.add_query(row.length, row.length, token_bytes)
             else:
                 sparse.append((row, rule))
         if not sparse:
@@ -121,11 +192,6 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             attended = attend_token(shape, rule, own, cache, blocks, row.length, tally, self.sinks, is_probed)
             output[row.token] = attended.view_as(output[row.token])
         return output
-
-    def _count_dense(self, row: GeneratingRow, kv_cache: Tensor) -> None:
-        assert self._state is not None
-        token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
-        self._state.counters.tally.add_query(row.length, row.length, token_bytes)
 
     def _shape(self, layer: Any) -> LayerShape:
         index = compat.layer_index(layer.layer_name)

@@ -75,26 +75,21 @@ def state_of(config: Any) -> EngineState | None:
     """
     key = str(config.instance_id)
     if key not in _engines:
-        reader = _reader_of(config)
+        model, device_type = config.model_config, config.device_config.device_type
+        reader = plans_of(str(model.model), getattr(model, "revision", None), device_type)
         settings = Settings.read(config.additional_config, reader)
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
-        _engines[key] = None if settings is None else _new_state(config, settings, reader)
+        _engines[key] = None
+        if settings is not None:
+            parallel = config.parallel_config
+            rank = int(parallel.rank) % int(parallel.tensor_parallel_size)  # vLLM's counts stages of a pipeline, too
+            _engines[key] = EngineState(
+                settings, {}, PhaseCounters("decode", rank), PhaseCounters("prefill", rank),
+                max_length=model.max_model_len, on_gpu=device_type == "cuda", reader=reader,
+            )  # fmt: skip
     return _engines[key]
-
-
-def _reader_of(config: Any) -> ModelPlans:
-    model = config.model_config
-    return plans_of(str(model.model), getattr(model, "revision", None), config.device_config.device_type)
-
-
-def _new_state(config: Any, settings: Settings, reader: ModelPlans) -> EngineState:
-    parallel = config.parallel_config
-    rank = int(parallel.rank) % int(parallel.tensor_parallel_size)  # vLLM's counts stages of a pipeline, too
-    counters = PhaseCounters("decode", rank), PhaseCounters("prefill", rank)
-    length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
-    return EngineState(settings, {}, *counters, max_length=length, on_gpu=on_gpu, reader=reader)
 
 
 def known_state() -> EngineState | None:

@@ -225,7 +225,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._config = get_current_vllm_config()
         self._dtype: torch.dtype = self._config.model_config.dtype
         state = sparse_state(self._config)
-        if state is not None and (reason := self._stays_dense()):
+        if state is not None and (reason := compat.why_dense(self)):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
             state = None
         self._state = state
@@ -233,16 +233,6 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._layer: LayerPages | None = None
         self._attention: DecodeLayer | None = None  # over _layer
         self._cache: tuple[int, torch.Size] | None = None  # address and shape of the cache that _layer is of
-
-    def _stays_dense(self) -> str:
-        """Why the layer is attended by the stock backend alone; empty if it need not be."""
-        if self.attn_type != "decoder":
-            return f"attention of type {self.attn_type}"
-        if self.sliding_window != (-1, -1):
-            return f"a sliding window of {self.sliding_window[0] + 1} tokens"
-        if self.alibi_slopes is not None:
-            return "ALiBi"
-        return "a cache of another layer" if self.kv_sharing_target_layer_name else ""
 
     def _is_sparse(self, layer: Any) -> tuple[bool, bool]:
         """Whether plans leave something out in this layer, in decode and in prefill."""

@@ -10,6 +10,7 @@ from typing import Any
 from kvsift.checkpoint import local_directory
 from kvsift.errors import InputError, InvalidValue, MissingInput, UnsupportedPlan, unknown
 from kvsift.layer.paged_decode import reason_against, rule_of
+from kvsift.methods import checks
 from kvsift.plan.capabilities import check, reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import is_auto, parse_plan
@@ -60,9 +61,9 @@ class Settings:
         return cls(
             read_plan(given["plan"], plans),
             tuple(read_plan(plan, plans) for plan in more),
-            _whole(given, "dense_below", 0, "tokens") if "dense_below" in given else None,
-            float(_number(given, "log_every_s", cls.log_every_s)),
-            _whole(given, "probe_every", cls.probe_every, "steps"),
+            checks.whole("dense_below", given["dense_below"], 0) if "dense_below" in given else None,
+            _seconds("log_every_s", given.get("log_every_s", cls.log_every_s)),
+            checks.whole("probe_every", given.get("probe_every", cls.probe_every), 0),
         )
 
     @property
@@ -97,8 +98,9 @@ class Settings:
         return plan
 
     def _allowed(self) -> str:
-        rules = self.decode_rules
-        names = dict.fromkeys(f"{str(rule).partition(':')[0]} with pages of {_page_size(rule)}" for rule in rules)
+        names = dict.fromkeys(
+            f"{rule.name} with pages of {rule.method.summary_page_size}" for rule in self.decode_rules
+        )
         return f"any budget of: {'; '.join(names)}" if names else "nothing else"
 
 
@@ -144,19 +146,7 @@ def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:
     return tuple((kind, plan.page_size or 1) for kind in plan.summaries)
 
 
-def _page_size(rule: Any) -> int:
-    return int(rule.method.summary_page_size)
-
-
-def _whole(given: Mapping[str, Any], key: str, default: int, unit: str) -> int:
-    value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidValue(f"{key}={value!r} must be a whole number of {unit}, 0 or more.")
-    return value
-
-
-def _number(given: Mapping[str, Any], key: str, default: float) -> float:
-    value = given.get(key, default)
+def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise InvalidValue(f"{key}={value!r} must be a number, 0 or more.")
-    return value
+        raise InvalidValue(f"{name}={value!r} must be a number, 0 or more.")
+    return float(value)

@@ -172,7 +172,7 @@ def test_a_context_that_fails_ends_the_run_in_one_line(run: Run, recipe: Path) -
     recipe.write_text(recipe.read_text().replace("length = 500", "length = 5000"))
     outcome = run("eval", recipe)
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.splitlines()[1].startswith("kvsift: the prompt has ")
+    assert outcome.err.splitlines()[1].startswith("kvsift: This model's maximum context length is 4096 tokens. ")
     assert outcome.err.count("\n") == 2
     assert active_children() == []
 

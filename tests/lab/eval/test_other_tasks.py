@@ -6,14 +6,13 @@ import re
 from statistics import median
 
 import pytest
+from kvsift_lab.eval.sample import SampleRequest
 from kvsift_lab.eval.scorers import score
 from kvsift_lab.eval.tasks import FAMILIES, TASKS, make_sample
 from kvsift_lab.eval.tasks.infinite import _ERRORS, FINDERS, LETTERS, draft_code, numbers_of, repetitive
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS, continued
 from lab.eval.task_tools import LONG, encode, sample
 from refusals import refused
-
-from kvsift.texts.sample import SampleRequest
 
 SEEDS = range(5)
 

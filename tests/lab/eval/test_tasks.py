@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kvsift_lab.eval import tasks
 from kvsift_lab.eval.loaders import LOADERS
-from kvsift_lab.eval.scorers import SCORERS
+from kvsift_lab.eval.scorers import SCORERS, exact_match, parse_answer
 from kvsift_lab.eval.tasks import (
     FAMILIES,
     TASKS,
@@ -21,13 +21,13 @@ from kvsift_lab.eval.tasks import (
     task_names,
     variables,
 )
+from kvsift_lab.eval.tasks.facts import facts
 from lab.eval.task_tools import BOS, LONG, encode, encode_words, sample
 from refusals import refused
 
 from kvsift import texts
-from kvsift.texts.facts import facts
 from kvsift.texts.prose import document, paragraphs
-from kvsift.tokenization.prompt import answer_text, exact_match, parse_answer, prompt, question_text
+from kvsift.tokenization.prompt import answer_text, question_text
 
 OWN = FAMILIES["own"]
 NEW = [name for name in TASKS if name not in OWN]
@@ -223,9 +223,7 @@ def test_document_refuses_depths_outside_it() -> None:
 
 
 def test_prompt_ends_where_the_answer_starts() -> None:
-    text = prompt("Mia lives in Oslo.\n", "Where does Mia live?")
-    assert text == "Mia lives in Oslo.\n\nQuestion: Where does Mia live?\nAnswer:"
-    assert text.endswith(question_text("Where does Mia live?"))
+    assert question_text("Where does Mia live?") == "\n\nQuestion: Where does Mia live?\nAnswer:"
     assert answer_text("Oslo") == " Oslo\n"
 
 

@@ -7,9 +7,10 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from kvsift.errors import InvalidValue, MissingFile, WrongFile, unknown
-from kvsift.texts.sample import Encode, Question, Sample
+from kvsift.texts.layout import Encode
 from kvsift_lab.eval.loaders import documents, infinitebench, longbench, ruler
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
+from kvsift_lab.eval.sample import Question, Sample
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 
 OWN_TOKENS = 64

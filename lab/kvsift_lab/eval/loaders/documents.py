@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import TooShort, UnreadableFile, WrongFile
-from kvsift.texts.sample import Sample, SampleRequest
 from kvsift_lab.eval.loaders.reading import ContextFitter
+from kvsift_lab.eval.sample import Sample, SampleRequest
 from kvsift_lab.eval.tasks.perplexity import continued
 from kvsift_lab.eval.tasks.ruler_qa import write_sample
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import unknown
-from kvsift.texts.sample import Sample
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, QuestionFormat, read_lines
+from kvsift_lab.eval.sample import Sample
 
 LETTERS = "ABCD"
 

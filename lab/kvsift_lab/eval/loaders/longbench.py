@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvsift.errors import UnreadableFile, WrongFile, unknown
-from kvsift.texts.sample import Sample
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, QuestionFormat, read_lines
+from kvsift_lab.eval.sample import Sample
 
 PROMPTS = "dataset2prompt.json"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError, InvalidValue, WrongFile
-from kvsift.texts.sample import Encode, Question, Sample
+from kvsift.texts.layout import Encode
+from kvsift_lab.eval.sample import Question, Sample
 from kvsift_lab.eval.tasks.assembly import largest_that_fits
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvsift.errors import unknown
-from kvsift.texts.sample import Question, Sample
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
+from kvsift_lab.eval.sample import Question, Sample
 from kvsift_lab.eval.tasks import FAMILIES, find_task
 
 # Beginnings of the questions of a task.

@@ -1,11 +1,13 @@
 """Long-context tasks: seeded, of exact token length, generated offline for any tokenizer."""
 
+import random
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from importlib import import_module
 
-from kvsift import texts
 from kvsift.errors import unknown
-from kvsift.texts.sample import Draft, Encode, Question, Sample, Task, framed
+from kvsift.texts.layout import Draft, Encode, cut_tail, lay_out
+from kvsift_lab.eval.sample import Question, Sample, SampleRequest, Task, framed
 
 __all__ = [
     "FAMILIES",
@@ -22,8 +24,7 @@ __all__ = [
 ]
 
 MODULES = (
-    *("kvsift.texts.needle", f"{__name__}.multi_value", "kvsift.texts.key_value", "kvsift.texts.facts"),
-    *(f"{__name__}.{name}" for name in ("variables", "passkey", "ruler_needles", "ruler_words", "ruler_qa")),
+    *(f"{__name__}.{name}" for name in ("own", "variables", "passkey", "ruler_needles", "ruler_words", "ruler_qa")),
     *(f"{__name__}.{name}" for name in ("infinite", "dialogue", "perplexity")),
 )
 """Modules with a tuple ``TASKS``, in the order of the tables."""
@@ -55,5 +56,30 @@ def task_names(names: Iterable[str]) -> tuple[str, ...]:
 def make_sample(
     task: str, length: int, seed: int, encode: Encode, num_questions: int = 8, prefix: Sequence[int] = ()
 ) -> Sample:
-    """Return a context of the task of this name, as ``kvsift.texts.make_sample`` does."""
-    return texts.make_sample(find_task(task), length, seed, encode, num_questions, prefix)
+    """Return a context of exactly ``length`` tokens, the same for the same arguments.
+
+    Args:
+        task: name of the task, which writes the context, or drafts it for any length.
+        length: tokens of the context, the prefix included and the questions excluded.
+        seed: of the contents.
+        encode: token ids of a piece of text without special tokens.
+        num_questions: at most this many; short contexts and tasks with ``max_questions`` have fewer.
+        prefix: first ids, such as bos.
+
+    Raises:
+        ValueError: if the task needs a longer context.
+    """
+    found = find_task(task)
+    rng = random.Random(f"{task}:{length}:{seed}")
+    count = found.num_questions(length, num_questions)
+    if found.write is not None:
+        return found.write(SampleRequest(rng, length, count, encode, tuple(prefix)))
+    assert found.draft is not None, "a task drafts or writes"
+    draft = found.draft(rng, count)
+    layout = lay_out(draft, length, encode, lru_cache(maxsize=None)(encode), rng, prefix)
+    context, ids = cut_tail(layout, length, encode)
+    questions = tuple(
+        found.style.question(q.text, q.answer, layout.needle_starts[q.needle] / length, q.answers, q.answer_prefix)
+        for q in draft.questions
+    )
+    return Sample(task, context, tuple(ids), questions, in_turn=found.in_turn)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvsift.errors import TooShort
-from kvsift.texts.layout import Layout, cut_tail
-from kvsift.texts.sample import Encode, SampleRequest
+from kvsift.texts.layout import Encode, Layout, cut_tail
+from kvsift_lab.eval.sample import SampleRequest
 
 BLOCK = 64
 """Items of a list in one piece."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.needle import question, sentence, value
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
-from kvsift.texts.words import distinct, two_words
+from kvsift.texts.words import distinct
+from kvsift_lab.eval.sample import Task
+from kvsift_lab.eval.tasks.words import two_words
 
 NUM_TURNS = 5
 

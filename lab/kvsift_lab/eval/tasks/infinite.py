@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from kvsift.texts.sample import Draft, DraftQuestion, Sample, SampleRequest, Style, Task
-from kvsift.texts.words import ADJECTIVES, NOUNS, distinct, endless, uuid
+from kvsift.texts.layout import Draft, DraftQuestion
+from kvsift.texts.words import ADJECTIVES, NOUNS, distinct
+from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly
 from kvsift_lab.eval.tasks.ruler_needles import noise_lines
+from kvsift_lab.eval.tasks.words import endless, uuid
 
 _NUMBER_STYLE = Style("first_number", 24, is_framed=False, stop=None)
 _KV_STYLE = Style("word_match", 64, is_framed=False, stop=None)

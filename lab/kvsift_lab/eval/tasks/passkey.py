@@ -2,9 +2,10 @@
 
 import random
 
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import digits
+from kvsift_lab.eval.sample import Task
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from kvsift.errors import TooShort
-from kvsift.texts.layout import cut_tail, lay_out
+from kvsift.texts.layout import Draft, cut_tail, lay_out
 from kvsift.texts.prose import prose
-from kvsift.texts.sample import Draft, Sample, SampleRequest, Task
+from kvsift_lab.eval.sample import Sample, SampleRequest, Task
 
 NUM_TARGETS = 256
 NAME = "perplexity"

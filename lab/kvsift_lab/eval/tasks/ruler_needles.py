@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from string import ascii_uppercase
 
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import NOISE, prose
-from kvsift.texts.sample import Draft, DraftQuestion, Style, Task
-from kvsift.texts.words import digits, distinct, listed, two_words, uuid
+from kvsift.texts.words import digits, distinct
+from kvsift_lab.eval.sample import Style, Task
+from kvsift_lab.eval.tasks.words import listed, two_words, uuid
 
 NOISE_BLOCK = " ".join(NOISE[:5])
 STYLE = Style("string_match_all", 128, is_framed=False, stop=None)

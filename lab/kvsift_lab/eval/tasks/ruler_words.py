@@ -14,15 +14,16 @@ reaches with a few more words at the end, each once, and fwe with dots.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from math import pi
 from string import ascii_lowercase
 
-from kvsift.texts.prose import vocabulary
-from kvsift.texts.sample import Sample, SampleRequest, Style, Task
+from kvsift.texts.prose import sentences
 from kvsift.texts.words import distinct, pseudo_word
+from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly, blocks, largest_that_fits, num_tokens
 from kvsift_lab.eval.tasks.ruler_needles import STYLE
 
@@ -46,6 +47,13 @@ _FWE_QUESTION = (
     "Ignore the dots '....' and explain nothing."
 )
 _FWE_PREFIX = " Answer: The three coded words that occur most often in the text above are:"
+_WORD = re.compile(r"(?<![\w.'-])[a-z]{3,12}(?![\w('-])")
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> tuple[str, ...]:
+    """Return the distinct lower-case words of the prose with 3 to 12 letters, sorted."""
+    return tuple(sorted({word for texts in sentences() for text in texts for word in _WORD.findall(text)}))
 
 
 def write_cwe(request: SampleRequest) -> Sample:

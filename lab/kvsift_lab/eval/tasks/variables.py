@@ -3,9 +3,10 @@
 import random
 from collections.abc import Callable
 
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import NOUNS, digits, distinct, pseudo_word
+from kvsift_lab.eval.sample import Task
 
 MAX_HOPS = 4
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

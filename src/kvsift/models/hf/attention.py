@@ -75,6 +75,17 @@ class AttendingLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    # Of a layer that keeps nothing: only masks ask for its lengths, and a single query needs none.
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def reset(self) -> None:
+        self._pending = None
+
 
 def check_gradients(tensor: Tensor) -> None:
     """Refuse a tensor through which gradients would flow (``InputError``)."""

@@ -90,32 +90,37 @@ class SparseCache(DynamicCache):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values and summaries."""
-        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
-        return sum(attention.store.num_bytes for attention in layers if attention is not None)
+        return sum(attention.store.num_bytes for attention in self._attending)
 
     @property
     def num_device_bytes(self) -> int:
         """The part of ``num_bytes`` on the model's device, and copies there of tokens in host memory."""
-        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
-        return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
+        return sum(attention.store.num_device_bytes for attention in self._attending)
 
     @property
     def rotation(self) -> int | None:
         """Rotation of the keys, where RoPE depends on the length (``models.hf.pinning``); None: the first pass sets
         it."""
-        return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
+        return next((layer.rotation for layer in self._own_layers), None)
 
     @rotation.setter
     def rotation(self, rotation: int | None) -> None:
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer):
-                layer.rotation = rotation
+        for layer in self._own_layers:
+            layer.rotation = rotation
+
+    @property
+    def _own_layers(self) -> list[SparseLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
+
+    @property
+    def _attending(self) -> list[SparseAttention]:
+        """The attention of kvsift's layers that have a token."""
+        return [layer.attention for layer in self._own_layers if layer.attention is not None]
 
     @property
     def attentions(self) -> list[SparseAttention]:
         """The attention of every layer; empty unless all layers are kvsift's. Layers without a token have none."""
-        attentions = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
-        return [each for each in attentions if each is not None] if len(attentions) == len(self.layers) else []
+        return self._attending if self.can_undo else []
 
     @property
     def table(self) -> PageTable:
@@ -135,22 +140,20 @@ class SparseCache(DynamicCache):
 
     def prepare(self) -> None:
         """Build what decode needs over the cached tokens."""
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.prepare()
+        for attention in self._attending:
+            attention.prepare()
 
     def prepare_after_next(self) -> None:
         """Prepare each layer with KV in host memory in the background once it has attended the next chunk, the last of
         a prompt, while the layers above attend it. Layers without a token are left to ``prepare``."""
         thread = new_thread()
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None and layer.attention.store.is_remote:
-                layer.attention.prepare_after_next(thread)
+        for attention in self._attending:
+            if attention.store.is_remote:
+                attention.prepare_after_next(thread)
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
         """Return the decode method's description of its index, for every layer and sequence."""
-        attending = [layer for layer in self.layers if getattr(layer, "attention", None)]
-        rows_of_layer = {layer.layer: layer.attention.describe() for layer in attending}
+        rows_of_layer = {attention.shape.layer: attention.describe() for attention in self._attending}
         return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
 
     def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
@@ -197,9 +200,8 @@ class SparseCache(DynamicCache):
     def restart_stats(self) -> None:
         """Count from zero; whoever has the counters so far keeps them as they are."""
         self.run.stats = RunStats(self.stats.probe_every)
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.stats = self.run.stats
+        for attention in self._attending:
+            attention.stats = self.run.stats
 
     @property
     def can_undo(self) -> bool:
@@ -215,15 +217,13 @@ class SparseCache(DynamicCache):
         """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""
         others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
         self._mark = self.get_seq_length(), others
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.checkpoint()
+        for attention in self._attending:
+            attention.checkpoint()
 
     @property
     def can_rewind(self) -> bool:
         """Whether the checkpoint can be restored: no token before it was evicted."""
-        attentions = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
-        return all(attention is None or attention.store.can_crop(0, self._mark[0]) for attention in attentions)
+        return all(attention.store.can_crop(0, self._mark[0]) for attention in self._attending)
 
     def rewind(self) -> None:
         """Restore the checkpoint; tokens after it are removed.
@@ -232,9 +232,8 @@ class SparseCache(DynamicCache):
             InputError: if tokens before it were evicted.
         """
         columns, others = self._mark
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.store.check_crop(0, columns)
+        for attention in self._attending:
+            attention.store.check_crop(0, columns)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
                 layer.crop(columns - layer.columns)
@@ -249,8 +248,7 @@ class SparseCache(DynamicCache):
         new_plan.check_layers(self.run.peers)
         self.run.plan = new_plan
         self.run.stats.clear()
-        layers = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
-        attentions = [attention for attention in layers if attention is not None]
+        attentions = self._attending
         paged = [attention for attention in attentions if attention.table is not None]
         for attention in paged:
             attention.replan(new_plan)

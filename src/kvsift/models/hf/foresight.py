@@ -63,15 +63,6 @@ class QueryCapture(AttendingLayer):
         self.queries = queries
         return queries.new_zeros(*queries.shape[:3], self.taken()[1].shape[3])
 
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def reset(self) -> None:
-        self._pending = None
-
 
 def foreseen(attention: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the queries, after RoPE, of an attention module for other hidden states than those of its arguments.

@@ -45,15 +45,6 @@ class StepLayer(AttendingLayer):
         self._decode.sink_logit = sink_logit
         return self._decode.attend(queries, self._mode).unsqueeze(2)
 
-    def get_seq_length(self) -> int:
-        return 0  # only masks ask, and a single query needs none
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def reset(self) -> None:
-        self._pending = None
-
 
 class TransformersStep:
     """A ``Step`` by the model's own forward pass.

@@ -1,7 +1,7 @@
 """The settings in a checkpoint's generation_config.json.
 
-Those that change which token is the likeliest are applied to the logits by transformers' own processors, in the order
-of ``generate()``; stop strings join the stops of a request. What the engine cannot do is named when the model is
+Those that change which token is the likeliest are applied to the logits by transformers' own processors, as by
+``generate()``; stop strings join the stops of a request. What the engine cannot do is named when the model is
 loaded. How tokens are drawn (``do_sample``, ``temperature``, ``top_p``, ``top_k`` ...), and how many, is for the caller
 to say.
 """
@@ -9,24 +9,11 @@ to say.
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import (
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from kvsift.errors import InvalidValue
 
@@ -94,39 +81,18 @@ class GenerationSettings:
 
     def processors(self, prompt_length: int, max_new_tokens: int, device: torch.device) -> LogitsProcessorList:
         """The processors of one answer, as ``generate()`` makes them."""
-        config, made = self._config, LogitsProcessorList()
-        asked = _asked(config, APPLIED)
-        ends = torch.tensor(sorted(self.ends), device=device) if self.ends else None
-        if "sequence_bias" in asked:
-            made.append(SequenceBiasLogitsProcessor(config.sequence_bias))
-        if "repetition_penalty" in asked:
-            made.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-        if "no_repeat_ngram_size" in asked:
-            made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-        if "bad_words_ids" in asked:
-            made.append(NoBadWordsLogitsProcessor(config.bad_words_ids, ends))
-        if "min_length" in asked and ends is not None:
-            made.append(MinLengthLogitsProcessor(config.min_length, ends, device=str(device)))
-        if "min_new_tokens" in asked and ends is not None:
-            least = config.min_new_tokens
-            made.append(MinNewTokensLengthLogitsProcessor(prompt_length, least, ends, device=str(device)))
-        if "forced_bos_token_id" in asked:
-            made.append(ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
-        if "forced_eos_token_id" in asked:
-            longest = prompt_length + max_new_tokens
-            made.append(ForcedEOSTokenLogitsProcessor(longest, config.forced_eos_token_id, device=str(device)))
-        if "remove_invalid_values" in asked:
-            made.append(InfNanRemoveLogitsProcessor())
-        if "exponential_decay_length_penalty" in asked and ends is not None:
-            decay = config.exponential_decay_length_penalty
-            made.append(ExponentialDecayLengthPenalty(decay, ends, prompt_length))
-        if "suppress_tokens" in asked:
-            made.append(SuppressTokensLogitsProcessor(config.suppress_tokens, device=str(device)))
-        if "begin_suppress_tokens" in asked:
-            has_bos = prompt_length > 1 or "forced_bos_token_id" not in asked
-            begin = prompt_length if has_bos else prompt_length + 1
-            made.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, begin, device=str(device)))
-        return made
+        asked = {name: getattr(self._config, name) for name in _asked(self._config, APPLIED)}
+        if not self.ends:
+            asked.pop("exponential_decay_length_penalty", None)  # which raises the probability of an end
+        config = GenerationConfig(**asked, max_length=prompt_length + max_new_tokens)
+        config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
+        return _Decoder()._get_logits_processor(config, prompt_length, device=str(device))
+
+
+class _Decoder(GenerationMixin):
+    """What ``generate()`` asks of a model before it makes processors."""
+
+    config = SimpleNamespace(is_encoder_decoder=False)
 
 
 def _asked(config: Any, fields: dict[str, tuple[object, ...]]) -> list[str]:

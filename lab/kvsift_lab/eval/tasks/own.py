@@ -1,11 +1,15 @@
-"""Multi-value task: several needles share a key; the answer is all of their values, in order of appearance."""
+"""Tasks whose contexts the package makes itself, and several needles that share a key, of which the answer is all
+values in order of appearance."""
 
 import random
 
+from kvsift.texts import key_value, needle
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.needle import KINDS, key, sentence, value
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import distinct
+from kvsift_lab.eval.sample import Task
+from kvsift_lab.eval.tasks import facts
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:
@@ -24,4 +28,11 @@ def _question(key: str, kind: str, owners: list[str], values: list[str]) -> Draf
     return DraftQuestion(text, ", ".join(values[i] for i in indices), indices[-1])
 
 
-TASKS = (Task("multi_value", "2 to 4 magic values per key, all in order", draft, tokens_per_question=192),)
+TASKS = (
+    Task("needle", "one magic value per key, hidden in noise or prose", needle.draft, needle.TOKENS_PER_QUESTION),
+    Task("multi_value", "2 to 4 magic values per key, all in order", draft, tokens_per_question=192),
+    Task(
+        "key_value", "values of JSON-like lines that fill the context", key_value.draft, key_value.TOKENS_PER_QUESTION
+    ),
+    Task("facts", "invented facts with natural questions", facts.draft, facts.TOKENS_PER_QUESTION),
+)

@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from kvsift.texts.events import new_event, with_aside
-from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
+from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.sample import Draft, DraftQuestion, Task
-from kvsift.texts.values import KINDS, value
-from kvsift.texts.words import (
-    DEFAULT,
-    Lexicon,
-    capitalised,
-    digits,
-    pseudo_word,
-)
+from kvsift.texts.words import digits, pseudo_word
+from kvsift_lab.eval.tasks.events import new_event, with_aside
+from kvsift_lab.eval.tasks.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
+from kvsift_lab.eval.tasks.values import KINDS, value
+from kvsift_lab.eval.tasks.words import DEFAULT, Lexicon, capitalised
+
+TOKENS_PER_QUESTION = 64  # of its needles, an upper bound
 
 
 @dataclass(frozen=True)
@@ -156,6 +153,3 @@ def _person(rng: random.Random, lexicon: Lexicon) -> str:
         return first
     last = rng.choice(lexicon.surnames) if rng.random() < 0.85 else pseudo_word(rng).capitalize()
     return rng.choice((f"{first} {last}", f"{first} {last}", f"Mr. {last}", f"Mrs. {last}", f"Dr. {last}"))
-
-
-TASKS = (Task("facts", "invented facts with natural questions", draft, tokens_per_question=64),)

@@ -1,14 +1,12 @@
 """Tasks, and what they return: a context of an exact number of tokens with questions about it."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvsift.texts.layout import Draft, Encode
 from kvsift.tokenization.prompt import STOP, question_text
-
-Encode = Callable[[str], Sequence[int]]
-"""Token ids of a piece of text, special tokens not added."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Question:
     Attributes:
         answer: the expected answer, for display.
         answers: all references of the scorer; empty means ``(answer,)``.
-        scorer: the name of a scorer of the laboratory.
+        scorer: the name of a scorer.
         max_new_tokens: the most tokens to generate.
         answer_prefix: the beginning of the answer, which is part of the prompt and not of the prediction.
         is_framed: asked in the package's own format, or as it is (published formats bring their own).
@@ -79,36 +77,6 @@ class Sample:
 def framed(sample: Sample) -> Sample:
     """Return the sample with every question in the package's own format, for models trained on no other."""
     return replace(sample, questions=tuple(question.framed() for question in sample.questions))
-
-
-@dataclass(frozen=True)
-class DraftQuestion:
-    """A question of a draft; ``needle`` is the index of the last needle that the answer depends on."""
-
-    text: str
-    answer: str
-    needle: int
-    answers: tuple[str, ...] = ()
-    answer_prefix: str = ""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A context before it has a length.
-
-    Attributes:
-        needles: pieces to hide, in order of appearance, each with its separator in front.
-        questions: about the needles, in any order.
-        filler: endless pieces that fill the context, each with its separator in front.
-        is_stock: whether pieces of filler recur across samples, so that their tokens are worth caching.
-        intro: the beginning of the context, before any needle or filler.
-    """
-
-    needles: list[str]
-    questions: list[DraftQuestion]
-    filler: Iterator[str]
-    is_stock: bool
-    intro: str = ""
 
 
 @dataclass(frozen=True)
