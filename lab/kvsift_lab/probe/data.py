@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvsift.texts import facts
 from kvsift.texts.layout import Draft, lay_out
 from kvsift.texts.prose import paragraphs
+from kvsift.texts.words import DEFAULT, Lexicon
 from kvsift.tokenization.prompt import answer_text
 from kvsift_lab.eval.sample import Question, SampleRequest, Style
-from kvsift_lab.eval.tasks import FAMILIES, TASKS, facts
-from kvsift_lab.eval.tasks.words import DEFAULT, Lexicon
+from kvsift_lab.eval.tasks import FAMILIES, TASKS
 from kvsift_lab.probe.tokenizer import WordEncoder
 
 PUBLISHED = (*FAMILIES["ruler"], *FAMILIES["infinite"])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from kvsift.texts.facts import facts
 from kvsift.texts.prose import paragraphs
 from kvsift_lab.eval.tasks import FAMILIES, make_sample
-from kvsift_lab.eval.tasks.facts import facts
 
 VOCABULARY = 4096
 SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")

@@ -4,18 +4,18 @@ any texts."""
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.recipe import pieces_of_texts
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.errors import TooShort
-from kvsift.texts import key_value, needle
+from kvsift.texts import facts, key_value, needle
 from kvsift.texts.layout import Draft, Encode, cut_tail, lay_out
 from kvsift.texts.prose import prose
 from kvsift.tokenization.prompt import answer_text, question_text
@@ -24,7 +24,25 @@ QUESTIONS, ROOM = 8, 384  # of a context, and the most tokens that they and thei
 DECODED = 128  # tokens at the end of a text
 CHARACTERS = 8  # of a token, an upper bound
 LEAST_CONTEXT = 512  # tokens before those that are scored
-KINDS = {"needle": needle, "key_value": key_value}  # of contexts with questions
+
+
+class Kind(NamedTuple):
+    """A kind of context with questions.
+
+    Attributes:
+        draft: makes one of so many questions.
+        tokens_per_question: an upper bound of the tokens of one question's needles.
+    """
+
+    draft: Callable[[Random, int], Draft]
+    tokens_per_question: int
+
+
+KINDS = {
+    "needle": Kind(needle.draft, needle.TOKENS_PER_QUESTION),
+    "key_value": Kind(key_value.draft, key_value.TOKENS_PER_QUESTION),
+    "facts": Kind(facts.draft, facts.TOKENS_PER_QUESTION),
+}
 
 
 def task_texts(
@@ -42,7 +60,7 @@ def task_texts(
     for seed in range(first_seed, first_seed + max(tokens // length, 1)):
         name, kind = list(KINDS.items())[seed % len(KINDS)]
         rng = Random(f"{name}:{length - room}:{seed}")
-        draft = kind.draft(rng, max(1, min(QUESTIONS, (length - room) // (2 * kind.TOKENS_PER_QUESTION))))
+        draft = kind.draft(rng, max(1, min(QUESTIONS, (length - room) // (2 * kind.tokens_per_question))))
         try:
             layout = lay_out(draft, length - room, encode, lru_cache(maxsize=None)(encode), rng, prefix)
         except ValueError as error:

@@ -21,11 +21,11 @@ from kvsift_lab.eval.tasks import (
     task_names,
     variables,
 )
-from kvsift_lab.eval.tasks.facts import facts
 from lab.eval.task_tools import BOS, LONG, encode, encode_words, sample
 from refusals import refused
 
 from kvsift import texts
+from kvsift.texts.facts import facts
 from kvsift.texts.prose import document, paragraphs
 from kvsift.tokenization.prompt import answer_text, question_text
 

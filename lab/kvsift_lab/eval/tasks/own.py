@@ -3,13 +3,12 @@ values in order of appearance."""
 
 import random
 
-from kvsift.texts import key_value, needle
+from kvsift.texts import facts, key_value, needle
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.needle import KINDS, key, sentence, value
 from kvsift.texts.prose import haystack
 from kvsift.texts.words import distinct
 from kvsift_lab.eval.sample import Task
-from kvsift_lab.eval.tasks import facts
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:

@@ -15,12 +15,23 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvsift.errors import TooShort
-from kvsift.texts.words import ADJECTIVES, NOUNS, pseudo_word
+from kvsift.texts.facts import facts
+from kvsift.texts.values import value
+from kvsift.texts.words import (
+    ADJECTIVES,
+    ANIMALS,
+    DEFAULT,
+    FIRST_NAMES,
+    JOBS,
+    NOUNS,
+    PLACES,
+    SURNAMES,
+    pseudo_word,
+    with_article,
+)
 from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import Assembly
-from kvsift_lab.eval.tasks.facts import facts
-from kvsift_lab.eval.tasks.values import value
-from kvsift_lab.eval.tasks.words import ANIMALS, DEFAULT, FIRST_NAMES, JOBS, PLACES, SURNAMES, endless, with_article
+from kvsift_lab.eval.tasks.words import endless
 
 STYLE = Style("string_match_part", 32, is_framed=False, stop=None)
 _INSTRUCTION = "Answer the question from the documents given here. Write the answer and nothing else."

@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from kvsift.texts.events import new_event, with_aside
+from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.words import digits, pseudo_word
-from kvsift_lab.eval.tasks.events import new_event, with_aside
-from kvsift_lab.eval.tasks.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
-from kvsift_lab.eval.tasks.values import KINDS, value
-from kvsift_lab.eval.tasks.words import DEFAULT, Lexicon, capitalised
+from kvsift.texts.values import KINDS, value
+from kvsift.texts.words import (
+    DEFAULT,
+    Lexicon,
+    capitalised,
+    digits,
+    pseudo_word,
+)
 
 TOKENS_PER_QUESTION = 64  # of its needles, an upper bound
 

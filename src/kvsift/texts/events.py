@@ -5,9 +5,8 @@
 import random
 from dataclasses import dataclass
 
-from kvsift.texts.words import pseudo_word
-from kvsift_lab.eval.tasks.values import value
-from kvsift_lab.eval.tasks.words import Lexicon, capitalised
+from kvsift.texts.values import value
+from kvsift.texts.words import Lexicon, capitalised, pseudo_word
 
 # Verbs whose past form is also their participle: base, past. None is in VERB_FACTS, whose questions would be the same.
 _VERBS = tuple(

@@ -5,8 +5,14 @@
 import random
 from collections.abc import Callable
 
-from kvsift.texts.words import digits, pseudo_word
-from kvsift_lab.eval.tasks.words import MONTHS, WEEKDAYS, Lexicon, with_article
+from kvsift.texts.words import (
+    MONTHS,
+    WEEKDAYS,
+    Lexicon,
+    digits,
+    pseudo_word,
+    with_article,
+)
 
 _UPPER = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
