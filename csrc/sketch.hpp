@@ -99,7 +99,7 @@ class SketchHead {
       const SketchQueries chunk = queries_.chunk(q);
       float references[kSketchQueries], sums[kSketchQueries];
       kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums,
+                               {weights(q) + token, stride_, sums_later() ? nullptr : page_sums(q) + page, num_pages_, references, sums,
                                 &value_scales_[std::size_t(page)]});
       for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
@@ -115,7 +115,7 @@ class SketchHead {
       const float least = call_->k > 0 ? best_.least(votes_.data() + call_->first, call_->count, call_->k)
                                        : std::numeric_limits<float>::infinity();
       kernels().sketch_take(votes_.data(), least, call_->rows.format.page_size, num_pages_, call_->first,
-                            {weights(q), stride_, page_sums(q), num_pages_, nullptr, nullptr, nullptr}, sharing,
+                            {weights(q), stride_, page_sums(q), num_pages_, nullptr, nullptr, nullptr}, sharing, sums_later(),
                             call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k);
     }
   }
@@ -134,6 +134,8 @@ class SketchHead {
   }
 
  private:
+  // Whether so many tokens are chosen that sums of pages are better made without them than made anew.
+  bool sums_later() const { return call_->k > num_pages_; }
   static constexpr float kMostPowers = 126;  // of 2 that a factor may have
 
   int pages_in(std::int64_t block) const {
