@@ -88,7 +88,7 @@ class SketchHead {
     for (std::int64_t i = part * num_blocks_ / num_parts; i < (part + 1) * num_blocks_ / num_parts; ++i) weigh(i);
   }
 
-  // Weights of a block of pages relative to the largest of each query, and their sums.
+  // Weights of a block of pages relative to a reference of each query, and their sums.
   void weigh(std::int64_t block) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_, token = page * format.page_size;

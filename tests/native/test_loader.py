@@ -12,6 +12,7 @@ import torch
 from refusals import refused
 
 from kvsift import native
+from kvsift.native.memory import HugeRoom, huge_empty
 
 
 def in_a_process(code: str, **environment: str) -> list[str]:
@@ -64,6 +65,21 @@ def test_memory_is_read_at_some_speed(core: None) -> None:
     assert native.advise_huge(torch.empty(1 << 22)) in range(1 << 24 | 1)
     with refused("invalid_value"):
         native.bandwidth(0)
+
+
+def test_tensors_in_a_room_are_apart() -> None:
+    room = HugeRoom()
+    counts = 1, 700_000, 50, 20_000_000  # the last has memory of its own
+    taken = [room.take([count, 3]).fill_(i) for i, count in enumerate(counts)]
+    assert [tuple(each.shape) for each in taken] == [(count, 3) for count in counts]
+    assert all(each.data_ptr() % 64 == 0 and bool((each == i).all()) for i, each in enumerate(taken))
+
+
+def test_a_large_empty_tensor_has_its_dtype() -> None:
+    for sizes in ((3, 5), (3, 1 << 20), (0, 4)):  # below a huge page, above, nothing
+        made = huge_empty(sizes, torch.bfloat16)
+        assert (tuple(made.shape), made.dtype) == (sizes, torch.bfloat16)
+        assert bool((made.fill_(2) == 2).all())
 
 
 def test_threads_must_be_some(core: None) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from kvsift import native
+from kvsift.native.memory import HugeRoom
 from kvsift.native.packed import PackedCodes, PackedMatrix, packed_product
 from kvsift.native.product import product
 
@@ -149,3 +150,12 @@ def test_matrices_are_copied_and_pickled_with_their_weights() -> None:
         assert torch.equal(packed_product(x, [again]), expected)
     with refused("invalid_value: rows 3 to 20"):
         matrix.rows(torch.tensor([3, 20]), torch.float32)
+
+
+def test_a_matrix_in_a_room_is_pickled_without_the_others() -> None:
+    codes, x = drawn_codes("4 affine", 20, 96), draw(2, 96)
+    alone, in_room = PackedMatrix.of([codes]), PackedMatrix.of([codes], HugeRoom())
+    assert alone is not None
+    assert in_room is not None
+    assert torch.equal(packed_product(x, [in_room]), packed_product(x, [alone]))
+    assert len(pickle.dumps(in_room)) == len(pickle.dumps(alone))
