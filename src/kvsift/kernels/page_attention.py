@@ -46,7 +46,7 @@ def page_attention(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None, heads: Tensor | None = None, early: bool = False,
+    unit_size: int | None = None, heads: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query per sequence.
 
@@ -67,7 +67,6 @@ def page_attention(
         out: written where a sequence is attended; a new one by default.
         unit_size: tokens per unit of the lists, a divisor of the page size; a page by default.
         heads: int32 [num_kv_heads or num_query_heads], whose list each head attends; its own by default.
-        early: the launch may start while the kernel before is still running (Hopper and later).
 
     Returns:
         [batch, num_query_heads, head_dim] in the dtype of ``queries``.
@@ -75,7 +74,7 @@ def page_attention(
     run = page_attention_triton if runs_on_triton(queries) else page_attention_reference
     return run(
         queries, kv, units, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, space=space, visible=visible,
-        dense_below=dense_below, out=out, unit_size=unit_size, heads=heads, early=early,
+        dense_below=dense_below, out=out, unit_size=unit_size, heads=heads,
     )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def page_attention_reference(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None, heads: Tensor | None = None, early: bool = False,
+    unit_size: int | None = None, heads: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if heads is not None and units is not None and counts is not None:
         units, counts = units[:, heads], counts[:, heads]
@@ -126,8 +125,7 @@ def page_attention_triton(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None, heads: Tensor | None = None, early: bool = False, estimates: int = 0,
-    estimated: Tensor | None = None,
+    unit_size: int | None = None, heads: Tensor | None = None, estimates: int = 0, estimated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``page_attention``, merged with the last ``estimates`` records of each row of the workspace
     (``kernels.split_attention``); ``estimated`` as in ``kernels.sketch_attention``."""
@@ -148,8 +146,7 @@ def page_attention_triton(
         num_rows, *logit_factors(scale, softcap),
         **attention_constants(kv, group, num_rows, unit_size, space, estimates), LISTED=units is not None,
         MAPPED=heads is not None, MIXED=dense_below is not None, COUNTED=visible is not None,
-        CAPPED=softcap is not None, SINK=sink_logit is not None, STAGES=3, PDL=early,
-        num_warps=8 if group == 1 else 4, **({"launch_pdl": True} if early else {}),
+        CAPPED=softcap is not None, SINK=sink_logit is not None, STAGES=3, num_warps=8 if group == 1 else 4,
     )  # fmt: skip
     return output
 
@@ -204,12 +201,9 @@ def _page_attention_kernel(
     G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ESTIMATES: tl.constexpr,
     RECORDSP: tl.constexpr, RECORD: tl.constexpr, LISTED: tl.constexpr, MAPPED: tl.constexpr, MIXED: tl.constexpr,
-    COUNTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if MIXED:
         dense = tl.load(lengths_ptr + row // num_rows) < tl.load(below_ptr + row // num_rows)
         if dense == LISTED:

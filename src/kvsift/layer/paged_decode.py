@@ -239,14 +239,14 @@ class DecodeLayer:
         if self.batch.block:
             return self._attend_blocks(queries, early)
         if mode == "dense" or self.method is None:
-            return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch, early, out)
+            return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch, out)
         if mode == "sparse":
             return self._attend_sparse(queries, early, out)
         output, dense_below = torch.empty_like(queries) if out is None else out, self.dense_below[: len(queries)]
         with self.batch.fork() as side:
             self._attend_sparse(queries, early, output, dense_below)
             with side:
-                self._attend_dense(queries, 1, False, output, dense_below)
+                self._attend_dense(queries, 1, output, dense_below)
         return output
 
     def _attend_sparse(
@@ -257,7 +257,7 @@ class DecodeLayer:
         assert self._lists is not None
         units, counts = (memory[:rows] for memory in self._lists)
         if self.anchor is not None:
-            return self._attend_reused(queries, units, counts, early, out, dense_below)
+            return self._attend_reused(queries, units, counts, out, dense_below)
         assert summary is not None
         step = queries, self._first(rows), summary, self.batch.spans[:rows], units, counts
         shared: dict[str, Any] = {
@@ -281,9 +281,8 @@ class DecodeLayer:
         return sifted_attention(*step, kind=kind, ranked=self.batch.ranked, space=space, **shared)
 
     def _attend_reused(
-        self, queries: Tensor, units: Tensor, counts: Tensor, early: bool, out: Tensor | None,
-        dense_below: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, queries: Tensor, units: Tensor, counts: Tensor, out: Tensor | None, dense_below: Tensor | None
+    ) -> Tensor:
         space, unit_size, batch = None, self.batch.unit_size, len(queries)
         if self.kv.keys.is_cuda:
             rows = self.kv.batch * units.shape[1]
@@ -292,11 +291,11 @@ class DecodeLayer:
             space = self.batch.space(SplitSpace.make, *sizes, key=sizes)
         return page_attention(
             queries, self._first(batch), units, counts, space=space, visible=self.visible[:batch],
-            dense_below=dense_below, out=out, unit_size=unit_size, heads=self._heads, early=early, **self._logits,
+            dense_below=dense_below, out=out, unit_size=unit_size, heads=self._heads, **self._logits,
         )  # fmt: skip
 
     def _attend_dense(
-        self, queries: Tensor, rows: int, early: bool, out: Tensor | None, dense_below: Tensor | None = None
+        self, queries: Tensor, rows: int, out: Tensor | None, dense_below: Tensor | None = None
     ) -> Tensor:
         """Attend all pages of dense sequences, cut so that ``rows`` of them fill the device.
 
@@ -305,7 +304,7 @@ class DecodeLayer:
         space = self._split_space(rows)
         return page_attention(
             queries, self._first(len(queries)), None, None, space=space, out=out, dense_below=dense_below,
-            early=early, **self._logits,
+            **self._logits,
         )  # fmt: skip
 
     def _attend_blocks(self, queries: Tensor, early: bool) -> Tensor:
