@@ -132,7 +132,7 @@ def test_contracts_reach_the_sparse_path(subject: Subject) -> None:
     make, phase = subject.make, subject.phase
     sparse = []
 
-    @examples(10)
+    @examples(30)
     @given(case=cases(make(), phase))
     def run(case: Case) -> None:
         runner = Runner(phase_plan(make(), case.budget, phase))

@@ -215,7 +215,7 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         chosen |= {
             "heads": draw(st.sampled_from(["query", "kv"])),
             "compat": None,
-            "block": draw(st.sampled_from([0, 64])),
+            "block": draw(st.sampled_from([0, 64])) if chosen.get("index", "auto") in ("auto", "graph") else 0,
         }
     if chosen.get("compat") and name != "infllm":
         only = {"sample_attention": "paper", "infinigen": "code"}

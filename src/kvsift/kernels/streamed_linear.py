@@ -24,7 +24,7 @@ OUTS, WARPS, STAGES = 16, 16, {8: 4, 4: 3}
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
 
 
-class _Arguments(ctypes.Structure):
+class _LinearArguments(ctypes.Structure):
     """``Arguments`` of the source, field by field."""
 
     _fields_ = (
@@ -92,7 +92,7 @@ def streamed_linear(
     out = x.new_empty(rows, num_out)
     norm_weight, eps = norm or (None, 0.0)
     tensors = (x, values, scales, zeros, norm_weight, bias, residual, out)
-    arguments = _Arguments(
+    arguments = _LinearArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
         scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps,
@@ -136,7 +136,7 @@ def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, device: int) 
     defines = {
         "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": STAGES[bits],
         "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
-        "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
+        "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
     }  # fmt: skip
     source = "streamed_linear.cu"
     return compile_kernel((source,), "streamed_linear", tuple(defines.items()), WARPS * 32, SHARED_BYTES, device)

@@ -8,7 +8,7 @@ page includes it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.native.coded_rows import coded_width, decode_rows, encode_rows
-from kvsift.native.memory import huge_empty
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
@@ -101,7 +100,7 @@ class LayerPool:
                 if kind not in self.summaries:
                     width, dtype = row_format(kind, self.head_dim, self.page_size)
                     sizes = *self.keys.shape[:2], width
-                    self.summaries[kind] = _room(self.keys, sizes, dtype or self.dtype, device or self.keys.device)
+                    self.summaries[kind] = self.keys.new_empty(sizes, dtype=dtype or self.dtype, device=device)
                     self.moves += 1
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
@@ -186,11 +185,6 @@ class KVPool:
 
 def _grown(pool: Tensor, num_pages: int, pinned: torch.device | None = None) -> Tensor:
     sizes = pool.shape[0], num_pages, *pool.shape[2:]
-    grown = _room(pool, sizes, pool.dtype, pool.device) if pinned is None else pinned_empty(pool, sizes, pinned)
+    grown = pool.new_empty(sizes) if pinned is None else pinned_empty(pool, sizes, pinned)
     grown[:, : pool.shape[1]] = pool
     return grown
-
-
-def _room(like: Tensor, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """New memory of a pool; a step reads rows of it here and there."""
-    return huge_empty(sizes, dtype) if device.type == "cpu" else like.new_empty(sizes, dtype=dtype, device=device)
