@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <mutex>
 
 #include <thread>
@@ -50,25 +49,6 @@ void parallel_for(std::int64_t num_tasks, int num_threads, Fn&& fn) {
 #endif
   if (failure) std::rethrow_exception(failure);
 }
-
-// Counts the parts of several things that are not done, again and again.
-class PartsLeft {
- public:
-  PartsLeft(std::int64_t count, std::int64_t parts) : parts_(parts), left_(new std::atomic<std::int64_t>[std::size_t(count)]) {
-    for (std::int64_t i = 0; i < count; ++i) left_[i] = parts;
-  }
-
-  // Called after each part: whether it was the last one. What other threads did for the others can then be read.
-  bool is_last(std::int64_t i) {
-    const bool last = left_[i].fetch_sub(1, std::memory_order_acq_rel) == 1;
-    if (last) left_[i].store(parts_, std::memory_order_relaxed);
-    return last;
-  }
-
- private:
-  std::int64_t parts_;
-  std::unique_ptr<std::atomic<std::int64_t>[]> left_;
-};
 
 // Threads that go through phases together: in each, its tasks are shared among them, and none goes on before all are done.
 // They wait for each other without the system while that takes microseconds.

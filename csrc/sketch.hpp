@@ -15,6 +15,18 @@
 
 namespace kvsift {
 
+// Number of 16 bits, IEEE.
+inline float from_float16(const std::uint8_t* at) {
+  std::uint16_t half;
+  std::memcpy(&half, at, 2);
+  const std::uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+  const std::uint32_t bits = exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
+  float size;
+  std::memcpy(&size, &bits, 4);
+  if (exponent == 0) size = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+  return half & 0x8000 ? -size : size;
+}
+
 // For whole numbers up to 0; 0 below -126.
 inline float power_of_2(float exponent) {
   const std::uint32_t bits = exponent < -126 ? 0 : std::uint32_t(127 + int(exponent)) << 23;
@@ -50,13 +62,7 @@ struct SketchCall {
   int group() const { return num_query_heads / rows.num_kv_heads; }
 };
 
-// Parts of each of some KV heads that keep threads busy: two for each thread, of as many blocks as they can have.
-inline std::int64_t sketch_parts(std::int64_t num_heads, int threads, std::int64_t num_tokens) {
-  const std::int64_t parts = (2 * threads + num_heads - 1) / num_heads;
-  return threads == 1 ? 1 : std::clamp<std::int64_t>(parts, 1, (num_tokens + kSketchTokens - 1) / kSketchTokens);
-}
-
-// Candidates of one KV head. The steps: weigh each part, choose, estimate the rest.
+// Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest.
 class SketchHead {
  public:
   void start(const SketchCall& call, const Slots& slots, int kv_head) {
@@ -79,16 +85,17 @@ class SketchHead {
     references_.resize(group * std::size_t(num_blocks_));
     sums_.resize(references_.size());
     totals_.resize(group);
-    value_scales_.resize(std::size_t(num_pages_ + kSketchPages));
-    std::fill_n(value_scales_.end() - kSketchPages, kSketchPages, 0.0f);
+    value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
   }
 
-  // Weighs a part of the blocks, of so many: a thread fetches each block while it weighs the one before.
-  void weigh_part(std::int64_t part, std::int64_t num_parts) {
-    for (std::int64_t i = part * num_blocks_ / num_parts; i < (part + 1) * num_blocks_ / num_parts; ++i) weigh(i);
+  // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
+  static constexpr std::int64_t kBlocksPerTask = 2;
+  std::int64_t num_tasks() const { return (num_blocks_ + kBlocksPerTask - 1) / kBlocksPerTask; }
+  void weigh_some(std::int64_t task) {
+    for (std::int64_t i = task * kBlocksPerTask; i < std::min((task + 1) * kBlocksPerTask, num_blocks_); ++i) weigh(i);
   }
 
-  // Weights of a block of pages relative to a reference of each query, and their sums.
+  // Weights of a block of pages relative to the largest of each query, and their sums.
   void weigh(std::int64_t block) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_, token = page * format.page_size;
@@ -99,10 +106,12 @@ class SketchHead {
       const SketchQueries chunk = queries_.chunk(q);
       float references[kSketchQueries], sums[kSketchQueries];
       kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, sums_later() ? nullptr : page_sums(q) + page, num_pages_, references, sums,
-                                &value_scales_[std::size_t(page)]});
+                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
       for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
+    for (std::int64_t i = page; i < page + pages_in(block); ++i)  // while the row is in the cache
+      value_scales_[std::size_t(i)] = from_float16(pages_[std::size_t(i)] + format.scales + 2);
+    drop_outside(page, first, page * format.page_size + stop);
   }
 
   // The best candidates of each selection of this head.
@@ -112,11 +121,9 @@ class SketchHead {
     votes_.resize(std::size_t(stride_));
     for (int q = 0; q < call_->group(); q += sharing) {
       vote(q, sharing);
-      const float least = call_->k > 0 ? best_.least(votes_.data() + call_->first, call_->count, call_->k)
-                                       : std::numeric_limits<float>::infinity();
-      kernels().sketch_take(votes_.data(), least, call_->rows.format.page_size, num_pages_, call_->first,
-                            {weights(q), stride_, page_sums(q), num_pages_, nullptr, nullptr, nullptr}, sharing, sums_later(),
-                            call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k);
+      std::int64_t* ids = call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k;
+      best_.positions(votes_.data() + call_->first, call_->count, call_->k, ids);
+      drop(q, sharing, ids);
     }
   }
 
@@ -134,8 +141,6 @@ class SketchHead {
   }
 
  private:
-  // Whether so many tokens are chosen that sums of pages are better made without them than made anew.
-  bool sums_later() const { return call_->k > num_pages_; }
   static constexpr float kMostPowers = 126;  // of 2 that a factor may have
 
   int pages_in(std::int64_t block) const {
@@ -157,6 +162,7 @@ class SketchHead {
   }
 
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
+  std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
   float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
   float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
   float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
@@ -174,6 +180,28 @@ class SketchHead {
     return top + std::log2(total);
   }
 
+  // Drops the weights of tokens of a block's pages that are no candidates: at either end.
+  void drop_outside(std::int64_t page, int first, std::int64_t stop) {
+    const int page_size = call_->rows.format.page_size;
+    const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
+    if (first == 0 && stop == end) return;
+    for (int q = 0; q < call_->group(); ++q) {
+      for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
+      for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
+      sum_page(q, start / page_size);
+      sum_page(q, (stop - 1) / page_size);
+    }
+  }
+
+  void sum_page(int q, std::int64_t page) {
+    const int page_size = call_->rows.format.page_size;
+    const std::uint16_t* from = weights(q) + page * page_size;
+    float lanes[4] = {};
+    for (int i = 0; i < page_size; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] += from_bf16(from[i + j]);
+    page_sums(q)[page] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
   void vote(int q, int sharing) {
     const int page_size = call_->rows.format.page_size;
     factors_.resize(std::size_t(sharing));
@@ -184,9 +212,25 @@ class SketchHead {
       kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
                              votes_.data() + token);
     }
-    constexpr float kNone = std::numeric_limits<float>::quiet_NaN();  // no candidate
-    std::fill_n(votes_.begin(), call_->first, kNone);
-    std::fill(votes_.begin() + std::ptrdiff_t(call_->first + call_->count), votes_.end(), kNone);
+  }
+
+  // Drops the weights that queries from q on have for chosen candidates, ascending.
+  void drop(int q, int sharing, const std::int64_t* ids) {
+    const int page_size = call_->rows.format.page_size;
+    std::uint16_t kept[kSketchTokens];  // of a page: all bits, or none
+    for (std::int64_t i = 0; i < call_->k;) {
+      const std::int64_t page = (call_->first + ids[i]) / page_size, start = page * page_size - call_->first;
+      std::fill_n(kept, page_size, std::uint16_t(0xffff));
+      for (; i < call_->k && ids[i] < start + page_size; ++i) {
+        const int token = int(ids[i] - start);
+        kept[token / 16 * 16 + weight_position(token % 16)] = 0;
+      }
+      for (int j = q; j < q + sharing; ++j) {
+        std::uint16_t* own = weights(j) + page * page_size;
+        for (int t = 0; t < page_size; ++t) own[t] &= kept[t];
+        sum_page(j, page);
+      }
+    }
   }
 
   // Adds the mean values of a block's pages, with weights of 15 bits, and sums up what is left of the weights.
@@ -255,25 +299,30 @@ class SketchHead {
   TopOfMany best_;
 };
 
-// Nothing depends on the number of threads. The thread that weighs the last part of a head goes on with it.
+// Nothing depends on the number of threads: with fewer threads than heads, each takes a head from start to end, whose rows
+// and weights then stay in its cache; else all threads take blocks.
 inline void choose_sketched(const SketchCall& call, int threads) {
-  const std::int64_t num_heads = call.rows.num_kv_heads, num_pages = call.rows.num_pages();
-  const std::int64_t parts = sketch_parts(num_heads, threads, num_pages * call.rows.format.page_size);
+  const int num_heads = call.rows.num_kv_heads;
   std::vector<std::int64_t> ids;
-  const Slots slots = call.rows.table.range(0, num_pages, ids);
-  thread_local std::vector<SketchHead> kept;  // keeps its memory: a step has as many calls as layers
-  if (std::int64_t(kept.size()) < num_heads) kept.resize(std::size_t(num_heads));
-  SketchHead* const heads = kept.data();  // of this thread, for all
-  const auto start = [&](std::int64_t h, int) { heads[h].start(call, slots, int(h)); };
-  if (parts > 1) parallel_for(num_heads, threads, start);
-  PartsLeft left(num_heads, parts);
-  parallel_for(num_heads * parts, threads, [&](std::int64_t task, int thread) {
-    const std::int64_t h = task / parts;
-    if (parts == 1) start(h, thread);
-    heads[h].weigh_part(task % parts, parts);
-    if (!left.is_last(h)) return;
-    heads[h].choose();
-    heads[h].estimate_rest();
+  const Slots slots = call.rows.table.range(0, call.rows.num_pages(), ids);
+  if (threads <= num_heads) {
+    parallel_for(num_heads, threads, [&](std::int64_t h, int) {
+      thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
+      head.start(call, slots, int(h));
+      for (std::int64_t task = 0; task < head.num_tasks(); ++task) head.weigh_some(task);
+      head.choose();
+      head.estimate_rest();
+    });
+    return;
+  }
+  std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
+  for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
+  const std::int64_t num_tasks = heads[0].num_tasks();
+  parallel_for(num_heads * num_tasks, threads,
+               [&](std::int64_t task, int) { heads[std::size_t(task / num_tasks)].weigh_some(task % num_tasks); });
+  parallel_for(num_heads, threads, [&](std::int64_t h, int) {
+    heads[std::size_t(h)].choose();
+    heads[std::size_t(h)].estimate_rest();
   });
 }
 

@@ -75,14 +75,6 @@ class SlotTable {
     return ids;
   }
 
-  // Writes the slots of rows first + rows[i].
-  void write_each(const std::int64_t* __restrict rows, std::int64_t count, std::int64_t first, std::int64_t* __restrict ids) const {
-    const std::int64_t* const blocks = blocks_.data();
-    const std::int64_t in_block = block() - 1;
-    const int shift = shift_;
-    for (std::int64_t i = 0; i < count; ++i) ids[i] = blocks[(first + rows[i]) >> shift] + ((first + rows[i]) & in_block);
-  }
-
  private:
   static constexpr int kShift = 62;  // of one run: one block holds all rows
 

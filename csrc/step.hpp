@@ -145,19 +145,10 @@ class StepSequence {
     if (sequence.chosen != nullptr)
       std::copy_n(units, rule.num_units, sequence.chosen + (std::int64_t(layer) * rule.num_selections + selection) * rule.num_units);
     std::int64_t* end = lists[std::size_t(selection)].data();
-    if (by_sketches()) return tokens.write_each(units, rule.num_units, rule.first_candidate, end);
     for (std::int64_t i = 0; i < rule.num_units; ++i) {
-      const std::int64_t start = (units[i] + rule.first_candidate) * sequence.page_size;
-      end = tokens.write(start, start + sequence.page_size, end);
+      const std::int64_t start = (units[i] + rule.first_candidate) * unit_size();
+      end = tokens.write(start, start + unit_size(), end);
     }
-  }
-
-  // Cuts what ranks units into parts, in a step of so many sequences.
-  void divide(int num_kv_heads, std::int64_t num_sequences, int threads) {
-    const std::int64_t count = candidates.length();
-    parts = by_sketches() ? sketch_parts(num_kv_heads * num_sequences, threads, count * sequence.page_size)
-                          : (count + kScoredPages - 1) / kScoredPages;
-    parts_left = std::make_unique<PartsLeft>(num_kv_heads, parts);
   }
 
   const DecodeSequence& sequence;
@@ -168,8 +159,6 @@ class StepSequence {
   PackedQueries queries, rotated, features;  // rotated: queries of coded keys
   std::unique_ptr<PageOrder> order;
   std::vector<float> scores;
-  std::int64_t parts = 0;  // of a KV head, that are ranked by themselves
-  std::unique_ptr<PartsLeft> parts_left;
   std::vector<std::int64_t> chosen;  // [num_selections, num_units]
   Slots sketched{};                  // of the pages of the candidates
   std::vector<SketchCall> sketch_calls;  // of each layer
@@ -272,7 +261,6 @@ class DecodeStep {
     for (const auto& own : sequences_)
       for (std::int64_t id : own->sequence.ids) embed(id, x), x += hidden_;
     double select_s = 0;
-    for (const auto& own : sequences_) own->divide(decoder_.num_kv_heads, std::int64_t(sequences_.size()), threads);
     Team::run(threads, [&](Team& team, bool leads) {
       for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
         const LayerWeights& weights = decoder_.layers[layer];
@@ -448,14 +436,26 @@ class DecodeStep {
           .write(keys, values, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
   }
 
-  // The thread that ranks the last part of a KV head chooses.
   void select(Team& team, std::size_t layer) {
-    each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? own.parts * decoder_.num_kv_heads : 0; },
+    const auto parts = [](const StepSequence& own) {  // of a KV head, that are ranked by themselves
+      const std::int64_t candidates = own.sequence.rule.num_candidates;
+      return own.by_sketches() ? own.sketch_heads[0].num_tasks() : (candidates + kScoredPages - 1) / kScoredPages;
+    };
+    const auto at_once = [&](const StepSequence& own) { return own.by_sketches() && parts(own) == 1; };  // ranked and chosen
+    each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
             [&](StepSequence& own, std::int64_t task) {
-              const int head = int(task / own.parts);
-              const std::int64_t part = task % own.parts;
-              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_part(part, own.parts) : score_pages(own, layer, head, part);
-              if (own.parts_left->is_last(head)) choose(own, layer, head);
+              const int head = int(task / parts(own));
+              const std::int64_t part = task % parts(own);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, head, part);
+              if (at_once(own)) choose_tokens(own, layer, head);
+            });
+    each_of(team,
+            [&](const StepSequence& own) {
+              if (!own.ranks(layer) || at_once(own)) return 0;
+              return own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
+            },
+            [&](StepSequence& own, std::int64_t task) {
+              own.by_sketches() ? choose_tokens(own, layer, int(task)) : choose_pages(own, layer, task);
             });
   }
 
@@ -466,17 +466,19 @@ class DecodeStep {
     score_some(own.features, group(), rows, *own.order, head, part * kScoredPages, std::fabs(decoder_.scale), own.scores.data());
   }
 
-  void choose(StepSequence& own, std::size_t layer, int head) {
+  void choose_pages(StepSequence& own, std::size_t layer, std::int64_t selection) {
     const SelectionRule& rule = own.sequence.rule;
-    const int per_head = rule.num_selections / decoder_.num_kv_heads, sharing = group() / per_head;
-    if (own.by_sketches()) own.sketch_heads[std::size_t(head)].choose();
-    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) {
-      if (!own.by_sketches())
-        choose_shared(own.scores.data() + selection * sharing * rule.num_candidates, sharing, rule.num_candidates, *own.order,
-                      rule.num_units, own.chosen.data() + selection * rule.num_units);
-      own.list_chosen(layer, selection);
-    }
-    if (own.estimates(layer)) own.sketch_heads[std::size_t(head)].estimate_rest();
+    const int sharing = decoder_.num_query_heads / rule.num_selections;
+    choose_shared(own.scores.data() + selection * sharing * rule.num_candidates, sharing, rule.num_candidates, *own.order,
+                  rule.num_units, own.chosen.data() + selection * rule.num_units);
+    own.list_chosen(layer, selection);
+  }
+
+  void choose_tokens(StepSequence& own, std::size_t layer, int head) {
+    own.sketch_heads[std::size_t(head)].choose();
+    if (own.sequence.rule.rest) own.sketch_heads[std::size_t(head)].estimate_rest();
+    const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
+    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(layer, selection);
   }
 
   void attend(Team& team, std::size_t layer) {

@@ -86,14 +86,13 @@ struct SketchBlock {
   int first, stop;  // tokens of the block that are candidates; the others have no weight
 };
 
-// Weights of a block: 2^(logarithm - reference), with a sum of each query from 2^-30 to 2^60.
+// Weights of a block: 2^(logarithm - reference), the largest of a query from 1/2 to 2.
 struct SketchWeights {
   std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart; each strip of 16 in order of weight_position
   std::int64_t stride;
-  float* page_sums;  // [count, num_pages], rows page_stride numbers apart; nullptr: not asked for
+  float* page_sums;  // [count, num_pages], rows page_stride numbers apart
   std::int64_t page_stride;
   float *references, *sums;  // [count], of the block
-  float* value_scales;       // [num_pages], of the mean values
 };
 
 // Where the weight of a token of a strip is.
@@ -153,11 +152,8 @@ struct Kernels {
   // votes[i] = sum over queries of factors[q] * weights[q * stride + i], weights in bf16; count is a multiple of 16
   void (*sketch_votes)(const std::uint16_t* weights, std::int64_t stride, const float* factors, int num_queries, int count,
                        float* votes);
-  // Tokens of pages whose votes are no less than `least` -> their number; ids: ascending, their positions less `first`. Sums of
-  // pages with such tokens, or of all, are set to those of the weights that are left, of tokens with lower votes: NaN is for a
-  // token that is no candidate.
-  std::int64_t (*sketch_take)(const float* votes, float least, int page_size, std::int64_t num_pages, std::int64_t first,
-                              const SketchWeights& weights, int num_queries, bool all_pages, std::int64_t* ids);
+  // maxima of disjoint sets of run numbers each, as many as there are whole groups of sets -> their number
+  std::int64_t (*set_maxima)(const float* numbers, std::int64_t count, std::int64_t run, float* maxima);
   // sums[q * stride + i] += scales[q] * sum over pages of weights[q * kSketchPages + page] * mean value[page][i], for at
   // most 4 queries; rows as in SketchBlock and one more, weights 0 behind the last page; stride >= padded(head_dim)
   void (*sketch_values)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages,

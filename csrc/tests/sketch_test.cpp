@@ -20,12 +20,6 @@ namespace {
 
 int round_up(int number, int multiple) { return (number + multiple - 1) / multiple * multiple; }
 
-float half_at(const std::uint8_t* at) {
-  std::uint16_t half;
-  std::memcpy(&half, at, 2);
-  return from_half(half);
-}
-
 SketchFormat format_of(int bits, int head_dim, int page_size) {
   SketchFormat format{bits, (head_dim + 31) / 32, head_dim, page_size, 0, 0, 0, 0, 0};
   format.factors = 4 * bits * format.words * page_size;
@@ -87,9 +81,9 @@ struct Case {
       mean += double(q[i]) * std::int8_t(row[format.key_mean + i]);
       squares += double(q[i]) * q[i];
     }
-    const double factor = half_at(row + format.factors + 2 * in_page);
+    const double factor = from_float16(row + format.factors + 2 * in_page);
     const double variance = squares * factor * factor * (format.bits == 1 ? 0.36338 : 0.4126);
-    return factor * product + mean * half_at(row + format.scales) - variance / 2;
+    return factor * product + mean * from_float16(row + format.scales) - variance / 2;
   }
 };
 
@@ -122,7 +116,7 @@ void check_rest(const Case& c, const Chosen& chosen, std::int64_t k, int num_sel
       if (std::binary_search(ids, ids + k, token)) continue;
       const std::int64_t page = (c.first + token) / c.format.page_size;
       const std::uint8_t* row = &c.rows[std::size_t((query / c.group * c.num_pages + page) * c.format.width)];
-      const double weight = std::exp(c.log_weight(query, c.first + token)), scale = half_at(row + c.format.scales + 2);
+      const double weight = std::exp(c.log_weight(query, c.first + token)), scale = from_float16(row + c.format.scales + 2);
       total += weight;
       for (int i = 0; i < c.format.head_dim; ++i)
         values[std::size_t(i)] += weight * std::int8_t(row[c.format.value_mean + i]) * scale;
