@@ -30,7 +30,7 @@ QUEST = "quest:budget=128:window=16:dense_layers=0"
 # random weights make pages almost equal: last bits would choose
 COVERING = "quest:budget=4096:window=16:dense_layers=0"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 8}
-ROUNDING = 1  # of the spread of the logits: a token drawn at random costs about 3
+ROUNDING = 0.5  # of the logits: this model makes 0.2 of bfloat16's, and logits of another prompt are 1.4 away
 FEW = 32  # tokens of a prompt that are multiplied in 16 bits
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -169,10 +169,13 @@ def test_captured_steps_are_as_near_to_float32_as_the_composed_path(name: str, t
     assert answer.path == "captured"
     expanded = open_on_gpu(tmp_path, COVERING, dtype="float32", quantize=quantize or None)
     exact, composed = (logits_along(each, text_of(700), answer.token_ids) for each in (expanded, llm))
-    chosen = exact.gather(1, torch.tensor([answer.token_ids], device="cuda").mT)[:, 0]
-    lost, rounding = (exact.amax(1) - chosen).max(), (composed - exact).abs().max()
-    assert lost <= 4 * rounding  # each of two logits may be off by twice as much
-    assert rounding < ROUNDING * exact.std()
+    assert (composed - exact).norm() < ROUNDING * exact.norm()
+
+    def lost(chosen: Tensor) -> Tensor:
+        return (exact.amax(1) - exact.gather(1, chosen[:, None])[:, 0]).mean()
+
+    chosen = torch.tensor(answer.token_ids, device="cuda")
+    assert lost(chosen) <= 2 * lost(composed.argmax(1)) + 0.1 * exact.std()
 
 
 def logits_along(llm: LLM, text: str, new_ids: list[int]) -> Tensor:

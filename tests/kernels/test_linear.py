@@ -82,7 +82,8 @@ def check(twin: Tensor, x: Tensor, weight: Weight, exact: Tensor, how: dict[str,
     expected, own = exactly(x, exact, how), linear_reference(x, weight, **how)
     assert twin.dtype == x.dtype
     floor = torch.finfo(torch.float32).eps * float(expected.norm())
-    assert distance(twin, expected) <= 2 * max(distance(own, expected), floor)
+    step = torch.finfo(x.dtype).eps * float(expected.abs().max())  # of few outputs, all may be rounded luckily
+    assert distance(twin, expected) <= 2 * max(distance(own, expected), floor) + step
 
 
 @needs_triton
