@@ -56,7 +56,7 @@ def weight_of(kind: str, num_out: int, num_in: int, dtype: torch.dtype, group: i
     codes = torch.randint(0, 16, (num_out, -(-num_in // group) * group), dtype=torch.uint8)
     scales = (torch.rand(num_out, codes.shape[1] // group) / num_in**0.5 + 1e-3).half()
     zeros = torch.randint(0, 17, scales.shape, dtype=torch.uint8) if kind == "int4 zeros" else None  # 16 is GPTQ's
-    zeros = None if zeros is None else zeros.to(DEVICE)
+    zeros = None if zeros is None else zeros.to(DEVICE).t().contiguous().t()  # as AWQ's and GPTQ's files have them
     packed = Int4Weight.of(codes.to(DEVICE), scales.to(DEVICE), zeros, group)
     return packed, expand_int4_reference(packed, torch.float64)
 

@@ -35,9 +35,13 @@ class Int4Weight:
 
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, zeros: Tensor | None, ins: int) -> Int4Weight:
-        """Pack codes uint8 [out, in], each below 16; ``in`` is a multiple of 16."""
+        """Pack codes uint8 [out, in], each below 16; ``in`` is a multiple of 16.
+
+        Kernels read scales and zero points row by row, and AWQ's and GPTQ's files have them by column.
+        """
         lanes = codes.unflatten(1, (-1, 2, LANE // 2))
-        return cls((lanes[:, :, 0] | lanes[:, :, 1] << 4).flatten(1), scales, zeros, ins)
+        packed = (lanes[:, :, 0] | lanes[:, :, 1] << 4).flatten(1)
+        return cls(packed, scales.contiguous(), None if zeros is None else zeros.contiguous(), ins)
 
     @property
     def shape(self) -> torch.Size:
