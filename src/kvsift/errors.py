@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class KVSiftError(Exception):
@@ -146,6 +145,8 @@ class NothingSkipped(KVSiftError, RuntimeError):
 
 def unknown(what: str, given: str, known: Iterable[str]) -> UnknownName:
     """The error for a name that is not known, with the nearest known one."""
+    from difflib import get_close_matches
+
     names = sorted(known)
     near = get_close_matches(str(given), names, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]!r}?" if near else "."

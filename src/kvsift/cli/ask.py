@@ -1,7 +1,5 @@
 """kvsift ask: questions about a long document, and what each answer read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_RECOVERY = 0.85
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerChoices:
     """Options of ``--layers``; None: the default."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -246,6 +245,8 @@ def show(text: str) -> None:
 
 
 def _words(text: str) -> Sequence[str]:
+    import shlex
+
     try:
         return shlex.split(text)
     except ValueError as error:

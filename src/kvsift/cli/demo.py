@@ -1,7 +1,5 @@
 """kvsift demo: questions about a generated document, answered by the embedded model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

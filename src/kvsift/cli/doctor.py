@@ -1,11 +1,8 @@
 """kvsift doctor: installed versions, the machine, and the code paths that run on it."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +31,8 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

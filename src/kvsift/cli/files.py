@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -193,6 +192,8 @@ def read_plan(text: str) -> str | dict[str, Any]:
     if not text.endswith(".toml"):
         _check_names(text)
         return text
+    import tomllib
+
     try:
         tables = tomllib.loads(read_text(Path(text), "plan"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:

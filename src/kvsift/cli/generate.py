@@ -1,7 +1,5 @@
 """kvsift generate: continue a text as it stands."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

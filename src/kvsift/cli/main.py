@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 from functools import cache
-from importlib.metadata import entry_points
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -77,6 +76,8 @@ class Commands(TyperGroup):
 @cache
 def added_commands() -> dict[str, Any]:
     """Commands of other distributions by name."""
+    from importlib.metadata import entry_points
+
     return {
         name: command
         for entry in entry_points(group="kvsift.commands")

@@ -1,6 +1,8 @@
-"""Options that several commands share, alone and in groups: a group is a dataclass, and one parameter of a command."""
+"""Options that several commands share, alone and in groups: a group is a dataclass, and one parameter of a command.
 
-from __future__ import annotations
+Annotations are evaluated here, once: as text, each command would compile those of its groups again.
+Groups are neither compared nor printed; the methods for that would be compiled at every start.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -123,7 +125,7 @@ EMBEDDED_NOTE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class DeviceOptions:
     """Options of ``LLM`` about the device."""
 
@@ -138,7 +140,7 @@ class DeviceOptions:
         return asdict(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class EngineOptions(DeviceOptions):
     """Options of ``LLM`` about the device, decode and the placement."""
 
@@ -154,7 +156,7 @@ class EngineOptions(DeviceOptions):
         return {**asdict(self), "dense_below": dense_below, "deterministic": self.deterministic or exact}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SamplingOptions:
     """Options of ``Sampling``, and how what is sampled becomes an answer."""
 
@@ -164,14 +166,14 @@ class SamplingOptions:
     exact: ExactOption = False
     skip_special_tokens: SpecialTokensOption = None
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> "Sampling":
         """Return the sampling; imports torch."""
         from kvsift.engine.sampling import Sampling
 
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PrintOptions:
     """Options about what a command prints."""
 
@@ -182,11 +184,11 @@ class PrintOptions:
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of a command that is a group by the options of the group, in its place."""
-    parameters = signature(command, eval_str=True).parameters
-    annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in parameters.items()}
+    given = signature(command, eval_str=True)
+    annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in given.parameters.items()}
     groups = {name: group for name, group in annotations.items() if isinstance(group, type) and is_dataclass(group)}
     options: list[Parameter] = []
-    for name, parameter in parameters.items():
+    for name, parameter in given.parameters.items():
         members = signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
         options += [member.replace(kind=Parameter.KEYWORD_ONLY) for member in members]
 
@@ -196,7 +198,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
-    expanded.__signature__ = signature(command).replace(parameters=options)  # type: ignore[attr-defined]
+    expanded.__signature__ = given.replace(parameters=options)  # type: ignore[attr-defined]
     expanded.__annotations__ = {option.name: option.annotation for option in options}
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")  # of --help, which would keep the ends of their lines
     expanded.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

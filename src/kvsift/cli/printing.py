@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0  # of progress in a log
 
 # Control characters except newline and tab, which include terminal escapes; marks of writing direction; surrogates,
-# which stand for bytes that are not UTF-8.
-UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# which stand for bytes that are not UTF-8. It is compiled at its first use: a --help has none.
+UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def plain(text: str) -> str:
     """Return the text with unsafe characters written out: ``\\x1b``."""
-    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+    return re.sub(UNSAFE, lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 def cell(text: str, style: str = "") -> Text:

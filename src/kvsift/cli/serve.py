@@ -1,11 +1,8 @@
 """kvsift serve: an OpenAI server, by kvsift's own engine or by vLLM with kvsift's plugin."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -188,6 +185,8 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
 
 def _taken(passed_on: Sequence[str], *names: str) -> tuple[str | None, list[str]]:
     """Return what an option of vLLM is given as, None if it is not given, and the other options."""
+    from argparse import ArgumentParser
+
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*names, dest="value", nargs="?", const="")
     given, others = parser.parse_known_args(passed_on)

@@ -1,7 +1,5 @@
 """kvsift tune: the plan that fits a model, a text and this machine."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
