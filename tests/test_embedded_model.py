@@ -129,6 +129,22 @@ def test_another_card_or_tokenizer_is_not_taken_from_the_cache(tmp_path: Path, m
         assert (embedded_model.__wrapped__() / "README.md").read_text() == text
 
 
+def test_other_weights_of_the_same_size_are_not_taken_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("kvsift.models.embedded.files", lambda package: tmp_path / package)
+    source = tmp_path / "kvsift" / "embedded"
+    source.mkdir(parents=True)
+    sizes = set()
+    for value in (0.5, 2.0):
+        save_file({"odd": torch.full((64,), value, dtype=torch.bfloat16)}, tmp_path / WEIGHTS)
+        pack(tmp_path / WEIGHTS, source / "weights.npz")
+        sizes.add((source / "weights.npz").stat().st_size)
+        assert (embedded_model.__wrapped__() / WEIGHTS).read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+    assert len(sizes) == 1
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

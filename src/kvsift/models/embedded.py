@@ -12,6 +12,7 @@ import tempfile
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 
@@ -50,10 +51,17 @@ def unpack(packed: Path, weights: Path) -> None:
 
 
 def _digest(source: Path) -> str:
-    """Name the contents of all files, so that a newer kvsift never takes up what an older one unpacked."""
+    """Name the contents of all files, so that a newer kvsift never takes up what an older one unpacked. The packed
+    weights are named by the checksums in their archive: reading them took longer than the rest of ``LLM()``.
+    """
     digest = hashlib.sha256()
     for file in sorted(path for path in source.iterdir() if path.is_file()):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        if file.name == PACKED:
+            with ZipFile(file) as archive:
+                contents = repr([(member.filename, member.CRC) for member in archive.infolist()]).encode()
+        else:
+            contents = file.read_bytes()
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + contents)
     return digest.hexdigest()[:16]
 
 
