@@ -126,11 +126,11 @@ def test_bounds_hold_as_often_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("method", ["dense", "sketch", "quest", "decode=less_is_more", "snapkv", "infinigen"])
-def test_known_tokens_are_predicted_in_one_pass_as_one_by_one(
+def test_known_tokens_are_predicted_by_own_layers_as_by_those_of_transformers(
     method: str, llm: LLM, texts: list[DecodedText], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = method if method == "dense" else f"{method}:budget=64:sinks=4:window=8:dense_layers=none"
-    together, _ = alone(llm, texts[0], plan)
+    own, _ = alone(llm, texts[0], plan)
     monkeypatch.setattr(FastPath, "fused", lambda *_: None)
-    one_by_one, _ = alone(llm, texts[0], plan)
-    torch.testing.assert_close(together, one_by_one, atol=1e-4, rtol=1e-4)
+    theirs, _ = alone(llm, texts[0], plan)
+    torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsift.api.document import Document
-from kvsift.calibration.fidelity import decoded
+from kvsift.calibration.fidelity import decode_known
 from kvsift.engine.engine import Engine
 from kvsift.plan.plan import Plan
 
@@ -48,9 +48,10 @@ def predictions(
         Log-probabilities of every token in place of each target, float32 [num_targets, vocabulary] on the host, and the
         counters of the run.
     """
-    cache = document.prefill(plan, len(targets))
-    logits = runner.loop.call(partial(decoded, runner, cache, [last, *targets[:-1]]))
-    return logits.float().log_softmax(-1).cpu(), cache.stats.report()
+    cache, found = document.prefill(plan, len(targets)), list[Tensor]()
+    fed = [[last, *targets[:-1]]]
+    runner.loop.call(partial(decode_known, runner, [cache], fed, lambda _, logits: found.append(logits.float())))
+    return torch.cat(found).log_softmax(-1).cpu(), cache.stats.report()
 
 
 def fidelity(predicted: Tensor, dense: Tensor, targets: Sequence[int]) -> Fidelity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
@@ -18,7 +18,8 @@ from kvsift.engine.graphs.slots import StepKind
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import rule_of
-from kvsift.models.hf.sparse import SparseCache, feeding
+from kvsift.models.fused_model import MAX_SEQUENCES
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.models.inference import inference
 from kvsift.plan.plan import Plan
 
@@ -67,6 +68,9 @@ class _Decoded(NamedTuple):
         return sum(map(len, self.kl[0]))
 
 
+TakeLogits = Callable[[int, Tensor], object]
+
+
 class FidelityScorer:
     """Scores plans against dense decoding over the ends of texts, which are prefilled once.
 
@@ -103,42 +107,69 @@ class FidelityScorer:
                 cache.stats.clear()
             nothing = [[list[Tensor]() for _ in caches] for _ in range(3)]
             self._last = _Decoded(plan, caches, *nothing)
-        last, first = self._last, self._last.tokens
-        for number, cache in enumerate(last.caches if first < tokens else ()):
-            logits = self._runner.loop.call(partial(decoded, self._runner, cache, self._fed[number][first:tokens]))
-            predicted, targets = logits.float().log_softmax(-1), self._targets[number][first:tokens]
-            dense = self._dense[number][first:tokens].to(logits.device)
+        last = self._last
+
+        def note(number: int, logits: Tensor) -> None:
+            place = sum(map(len, last.kl[number]))
+            predicted, targets = logits.float().log_softmax(-1), self._targets[number][place : place + len(logits)]
+            dense = self._dense[number][place : place + len(logits)].to(logits.device)
             last.kl[number].append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
             last.agreement[number].append((predicted.argmax(-1) == dense.argmax(-1)).float().cpu())
             last.nll[number].append(-predicted.cpu().gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1))
+
+        if last.tokens < tokens:
+            self._decode(last.caches, last.tokens, tokens, note)
         kl, agreement, nll = ([float(torch.cat(each).mean()) for each in of_texts] for of_texts in last[2:])
         return Scores(tokens, kl, agreement, nll, [_recovery(cache.stats.report()) for cache in last.caches])
 
     @torch.inference_mode()
     def _predicted_densely(self) -> list[Tensor]:
         """Log-probabilities on the host, float32 [tokens, vocabulary] of each text."""
-        found = []
-        for document, fed in zip(self._documents, self._fed):
-            cache = document.prefill(Plan(), self.num_tokens)
-            logits = self._runner.loop.call(partial(decoded, self._runner, cache, fed))
-            found.append(logits.float().log_softmax(-1).cpu())
-        return found
+        found: list[list[Tensor]] = [[] for _ in self._documents]
+
+        def note(number: int, logits: Tensor) -> None:
+            found[number].append(logits.float().log_softmax(-1).cpu())
+
+        caches = [document.prefill(Plan(), self.num_tokens) for document in self._documents]
+        self._decode(caches, 0, self.num_tokens, note)
+        return [torch.cat(each) for each in found]
+
+    def _decode(self, caches: Sequence[SparseCache], first: int, end: int, take: TakeLogits) -> None:
+        """Decode tokens ``first`` to ``end`` after each text."""
+        fed = [each[first:end] for each in self._fed]
+        self._runner.loop.call(partial(decode_known, self._runner, caches, fed, take))
 
 
-def decoded(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
-    """Decode known tokens, each as if it had been generated; logits [tokens, vocabulary] after each."""
-    plan = cache.run.plan
-    if runner.fast_path.enabled and not cache.stats.probe_every and runner.composed_reason(plan) is None:
-        return _stepped(runner, cache, tokens)
-    fused = None if plan.is_guarded or plan.wants_hidden else runner.fast_path.fused(runner.model)
-    if fused is None:  # a guard decides token by token, and foreseen queries come from transformers' modules
-        return torch.stack([runner.feed(cache, [token], phase="decode")[0, -1] for token in tokens])
-    with inference(), feeding(cache, "decode"):  # one pass, in which each token is attended as if it had come alone
-        return fused.verify(torch.tensor(tokens, device=runner.device), cache)
+def decode_known(
+    runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[Sequence[int]], take: TakeLogits
+) -> None:
+    """Decode known tokens after several texts, each as if it had been generated.
+
+    Args:
+        runner: of the model.
+        caches: of the texts, under one plan.
+        tokens: as many after each.
+        take: called with the number of a text and the logits [some, vocabulary] after its next tokens.
+    """
+    plan, probes = caches[0].run.plan, any(cache.stats.probe_every for cache in caches)
+    if runner.fast_path.enabled and not probes and runner.composed_reason(plan) is None:
+        for number, (cache, own) in enumerate(zip(caches, tokens)):
+            take(number, _stepped(runner, cache, own))
+        return
+    fused = None if plan.wants_hidden else runner.fast_path.fused(runner.model)
+    for column in zip(*tokens, strict=True):
+        for start in range(0, len(caches), MAX_SEQUENCES):
+            together, fed = caches[start : start + MAX_SEQUENCES], column[start : start + MAX_SEQUENCES]
+            if fused is None:  # foreseen queries come from transformers' modules
+                found = [runner.feed(cache, [token], phase="decode")[0] for cache, token in zip(together, fed)]
+            else:
+                found = list(fused.decode(torch.tensor(fed, device=runner.device), together))
+            for number, logits in enumerate(found, start):
+                take(number, logits[-1:])
 
 
 def _stepped(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
-    """``decoded`` in the steps that answers take on a GPU. Composed ones of an 8B take 58 ms there, mostly launches."""
+    """``decode_known`` of one text in captured steps. Composed ones of an 8B take 58 ms, mostly launches."""
     length, rule = cache.get_seq_length(), rule_of(cache.run.plan)
     with runner.fast_path.turn, inference():
         slots = runner.fast_path.for_tokens(runner.model, cache, length, len(tokens))
