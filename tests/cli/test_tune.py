@@ -33,7 +33,7 @@ def test_the_plan_that_was_found_is_what_auto_takes(run: Run, model: Path, manua
     found = json.loads(outcome.out)
     assert found["met"]
     assert found["kl"] <= found["kl_interval"][1] <= 0.5
-    assert (found["context"], found["scored_context"], found["tokens"]) == (1000, 600, 64)
+    assert (found["context"], found["scored_context"], found["tokens"]) == (1000, 600, 128)
     plans = [each["plan"] for each in found["candidates"]]
     assert {"dense", "sketch:budget=256:dense_layers=none", "quest:budget=128:dense_layers=none"} <= {*plans}
     assert all(each["tpot_s"] > 0 for each in found["candidates"])
@@ -73,6 +73,6 @@ def test_what_cannot_be_tuned_is_refused_before_the_model_is_loaded(
 ) -> None:
     (tmp_path / "short.txt").write_text(text_of(550))
     assert refused("tune", model, "--target", "speed=1").startswith("the target 'speed=1' must be such as kl=0.02")
-    assert "too little: 8 pieces" in refused("tune", model, "--text", "short.txt")
+    assert "too little: 16 pieces" in refused("tune", model, "--text", "short.txt")
     assert "length is 4096 tokens" in refused("tune", model, "--context", 5000)
     assert "would replace a file" in refused("tune", model, "--text", text, "--out", text)

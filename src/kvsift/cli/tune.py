@@ -14,7 +14,7 @@ from kvsift.cli.numbers_table import print_rows
 from kvsift.cli.printing import ProgressBar, plain
 from kvsift.collector import collector_paused
 
-PIECES, SCORED = 8, 256  # texts, and tokens after each that are scored: 2,048 in all
+PIECES, SCORED = 16, 128  # texts, and tokens after each that are scored: 2,048 in all; of fewer, one decides
 MOST_SCORED_CONTEXT = {"cpu": 4096, "cuda": 16_384}  # tokens before them: prefilling more takes longer than the rest
 DEFAULT_CONTEXT = 32_768
 FILE = "kvsift-plan.json"
