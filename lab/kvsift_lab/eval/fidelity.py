@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +48,7 @@ def predictions(
         counters of the run.
     """
     cache, found = document.prefill(plan, len(targets)), list[Tensor]()
-    fed = [[last, *targets[:-1]]]
-    runner.loop.call(partial(decode_known, runner, [cache], fed, lambda _, logits: found.append(logits.float())))
+    decode_known(runner, [cache], [[last, *targets[:-1]]], lambda _, logits: found.append(logits.float()))
     return torch.cat(found).log_softmax(-1).cpu(), cache.stats.report()
 
 

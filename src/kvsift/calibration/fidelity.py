@@ -68,9 +68,6 @@ class _Decoded(NamedTuple):
         return sum(map(len, self.kl[0]))
 
 
-TakeLogits = Callable[[int, Tensor], object]
-
-
 class FidelityScorer:
     """Scores plans against dense decoding over the ends of texts, which are prefilled once.
 
@@ -118,7 +115,7 @@ class FidelityScorer:
             last.nll[number].append(-predicted.cpu().gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1))
 
         if last.tokens < tokens:
-            self._decode(last.caches, last.tokens, tokens, note)
+            decode_known(self._runner, last.caches, [each[last.tokens : tokens] for each in self._fed], note)
         kl, agreement, nll = ([float(torch.cat(each).mean()) for each in of_texts] for of_texts in last[2:])
         return Scores(tokens, kl, agreement, nll, [_recovery(cache.stats.report()) for cache in last.caches])
 
@@ -131,41 +128,46 @@ class FidelityScorer:
             found[number].append(logits.float().log_softmax(-1).cpu())
 
         caches = [document.prefill(Plan(), self.num_tokens) for document in self._documents]
-        self._decode(caches, 0, self.num_tokens, note)
+        decode_known(self._runner, caches, self._fed, note)
         return [torch.cat(each) for each in found]
-
-    def _decode(self, caches: Sequence[SparseCache], first: int, end: int, take: TakeLogits) -> None:
-        """Decode tokens ``first`` to ``end`` after each text."""
-        fed = [each[first:end] for each in self._fed]
-        self._runner.loop.call(partial(decode_known, self._runner, caches, fed, take))
 
 
 def decode_known(
-    runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[Sequence[int]], take: TakeLogits
+    runner: Engine,
+    caches: Sequence[SparseCache],
+    tokens: Sequence[Sequence[int]],
+    take: Callable[[int, Tensor], object],
 ) -> None:
     """Decode known tokens after several texts, each as if it had been generated.
+
+    Between steps the engine serves others.
 
     Args:
         runner: of the model.
         caches: of the texts, under one plan.
-        tokens: as many after each.
+        tokens: those of each text, equally many.
         take: called with the number of a text and the logits [some, vocabulary] after its next tokens.
     """
     plan, probes = caches[0].run.plan, any(cache.stats.probe_every for cache in caches)
     if runner.fast_path.enabled and not probes and runner.composed_reason(plan) is None:
         for number, (cache, own) in enumerate(zip(caches, tokens)):
-            take(number, _stepped(runner, cache, own))
+            take(number, runner.loop.call(partial(_stepped, runner, cache, own)))
         return
-    fused = None if plan.wants_hidden else runner.fast_path.fused(runner.model)
     for column in zip(*tokens, strict=True):
-        for start in range(0, len(caches), MAX_SEQUENCES):
-            together, fed = caches[start : start + MAX_SEQUENCES], column[start : start + MAX_SEQUENCES]
-            if fused is None:  # foreseen queries come from transformers' modules
-                found = [runner.feed(cache, [token], phase="decode")[0] for cache, token in zip(together, fed)]
-            else:
-                found = list(fused.decode(torch.tensor(fed, device=runner.device), together))
-            for number, logits in enumerate(found, start):
-                take(number, logits[-1:])
+        for number, logits in enumerate(runner.loop.call(partial(_composed, runner, caches, column))):
+            take(number, logits)
+
+
+def _composed(runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[int]) -> list[Tensor]:
+    """The logits [1, vocabulary] after one more token of each text."""
+    if caches[0].run.plan.wants_hidden or (fused := runner.fast_path.fused(runner.model)) is None:
+        return [runner.feed(cache, [token], phase="decode")[0, -1:] for cache, token in zip(caches, tokens)]
+    groups = [slice(start, start + MAX_SEQUENCES) for start in range(0, len(caches), MAX_SEQUENCES)]
+    return [
+        logits
+        for group in groups
+        for logits in fused.decode(torch.tensor(tokens[group], device=runner.device), caches[group])
+    ]
 
 
 def _stepped(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
