@@ -77,7 +77,7 @@ def test_the_steps_that_answers_take_on_a_gpu_score_as_composed_ones(
     steps, composed = (
         FidelityScorer(
             LLM(llm.directory.path, "dense", device="cpu", dtype="float32", probe_every=0, dense_below=0, path=path),
-            texts[:2],
+            texts[:3],
         )
         for path in ("eager", "composed")
     )
@@ -90,9 +90,9 @@ def test_the_steps_that_answers_take_on_a_gpu_score_as_composed_ones(
 
 
 def test_steps_of_many_tokens_are_captured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "fixed_slots", lambda step, cache, num_slots, capture: capture)
+    monkeypatch.setattr(fast_path, "fixed_slots", lambda step, cache, num_slots, pages, capture: capture)
     cache, path = Document(llm, [1, 2, 3], lambda question: [], Plan()).prefill(Plan()), FastPath("auto", llm.device, 0)
-    captured = [path.for_tokens(llm.model, cache, cache.get_seq_length(), number) for number in (16, 48, 256)]
+    captured = [path.for_tokens(llm.model, [cache], number) for number in (16, 48, 256)]
     assert captured == [False, True, True]
 
 

@@ -8,6 +8,8 @@ from cli.watched import Refused, Run
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM
+from kvsift.cli.tune import _scored_context
+from kvsift.engine.memory import predict_bytes
 from kvsift.plan.syntax import parse_plan
 
 
@@ -76,3 +78,14 @@ def test_what_cannot_be_tuned_is_refused_before_the_model_is_loaded(
     assert "too little: 16 pieces" in refused("tune", model, "--text", "short.txt")
     assert "length is 4096 tokens" in refused("tune", model, "--context", 5000)
     assert "would replace a file" in refused("tune", model, "--text", text, "--out", text)
+
+
+def test_texts_are_shorter_where_memory_is_short(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model, device="cpu", dtype="float32")
+
+    def need(before: int) -> int:
+        return predict_bytes(llm.directory, llm.device, llm.dtype, 1000 + 16 * (before + 8), llm.chunk_size)
+
+    for free, expected in ((None, 4096), (need(4096), 4096), (need(4096) - 1, 2048), (need(1024), 1024), (0, 512)):
+        monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device, free=free: free)
+        assert _scored_context(llm, 1000) == expected

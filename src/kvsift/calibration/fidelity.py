@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
@@ -14,7 +15,8 @@ from torch import Tensor
 from kvsift.api.document import Document
 from kvsift.engine.engine import Engine
 from kvsift.engine.graphs.feeds import Assignment
-from kvsift.engine.graphs.slots import StepKind
+from kvsift.engine.graphs.session import STEADY_SLOTS
+from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import rule_of
@@ -22,6 +24,8 @@ from kvsift.models.fused_model import MAX_SEQUENCES
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.models.inference import inference
 from kvsift.plan.plan import Plan
+
+STEPS_OF_A_CALL = 16  # captured ones, between which the engine serves others: their logits are a few hundred megabytes
 
 
 class DecodedText(NamedTuple):
@@ -150,8 +154,12 @@ def decode_known(
     """
     plan, probes = caches[0].run.plan, any(cache.stats.probe_every for cache in caches)
     if runner.fast_path.enabled and not probes and runner.composed_reason(plan) is None:
-        for number, (cache, own) in enumerate(zip(caches, tokens)):
-            take(number, runner.loop.call(partial(_stepped, runner, cache, own)))
+        for numbers in _side_by_side(caches):
+            steps = list(zip(*(tokens[number] for number in numbers), strict=True))
+            captured = _CapturedSteps(runner, [caches[number] for number in numbers], steps)
+            while captured.remaining:
+                for number, logits in zip(numbers, runner.loop.call(captured.some)):
+                    take(number, logits)
         return
     for column in zip(*tokens, strict=True):
         for number, logits in enumerate(runner.loop.call(partial(_composed, runner, caches, column))):
@@ -170,19 +178,56 @@ def _composed(runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[in
     ]
 
 
-def _stepped(runner: Engine, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
-    """``decode_known`` of one text in captured steps. Composed ones of an 8B take 58 ms, mostly launches."""
-    length, rule = cache.get_seq_length(), rule_of(cache.run.plan)
-    with runner.fast_path.turn, inference():
-        slots = runner.fast_path.for_tokens(runner.model, cache, length, len(tokens))
-        kind = StepKind("dense" if rule is None else slots.sparse_mode(rule), keeps_logits=True)
-        slots.prepare(kind)
-        dense_below = 0 if rule is None else rule.budget.min_context
-        first = Assignment(cache.table.planned(0), length, tokens[0], Sampling(), 1, rule, dense_below)
-        slots.assign([first], len(tokens))
-        logits = slots.logits(tokens, kind)
-        cache.advance(0, length + len(tokens), length + len(tokens), None)
-    return logits
+def _side_by_side(caches: Sequence[SparseCache]) -> list[list[int]]:
+    """The numbers of the caches that may take captured steps together: of one pool, and rotated alike."""
+    alike = defaultdict[object, list[int]](list)
+    for number, cache in enumerate(caches):
+        alike[id(cache.table.kv), cache.rotation].append(number)
+    return [
+        numbers[first : first + STEADY_SLOTS]
+        for numbers in alike.values()
+        for first in range(0, len(numbers), STEADY_SLOTS)
+    ]
+
+
+class _CapturedSteps:
+    """``decode_known`` of texts side by side in captured steps. Composed ones of an 8B take 58 ms, mostly launches.
+
+    Args:
+        runner: of the model.
+        caches: of the texts.
+        tokens: of each step, one for each text.
+    """
+
+    def __init__(self, runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[Sequence[int]]) -> None:
+        self._runner, self._caches, self.remaining = runner, caches, tokens
+        self._slots: Slots | None = None
+        self._moves = 0  # of the pool, when steps were last captured
+
+    def some(self) -> list[Tensor]:
+        """The logits [some, vocabulary] of each text after a few of the remaining tokens."""
+        runner, caches, cache = self._runner, self._caches, self._caches[0]
+        tokens, self.remaining = self.remaining[:STEPS_OF_A_CALL], self.remaining[STEPS_OF_A_CALL:]
+        lengths, rule = [each.get_seq_length() for each in caches], rule_of(cache.run.plan)
+        with runner.fast_path.turn, inference():
+            if self._slots is None or self._moves != cache.table.kv.moves:
+                self._slots = runner.fast_path.for_tokens(runner.model, caches, len(tokens) + len(self.remaining))
+                self._moves = cache.table.kv.moves
+            mode = "dense" if rule is None else self._slots.sparse_mode(rule)
+            kind = StepKind(mode, keeps_logits=True)
+            self._slots.prepare(kind)
+            below = 0 if rule is None else rule.budget.min_context
+            self._slots.assign(
+                [
+                    Assignment(each.table.planned(0), length, token, Sampling(), 1, rule, below)
+                    for each, length, token in zip(caches, lengths, tokens[0])
+                ],
+                len(tokens),
+            )
+            logits = self._slots.logits(tokens, kind)
+            for each, length in zip(caches, lengths):
+                each.advance(0, length + len(tokens), length + len(tokens), None)
+        return list(logits.unbind(1))
 
 
 def bounds(means: Sequence[float], level: float = 0.9) -> tuple[float, float]:

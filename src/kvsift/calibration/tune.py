@@ -41,7 +41,7 @@ LAYERS = ("", ":dense_layers=none")
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 BETWEEN = 0.75  # of the budget that was found, tried beside those
 LARGEST_SHARE = 0.6  # of a context that a budget may be: beyond it dense decoding is as good
-ROUNDS = 4  # of times, of which the least counts: what else the machine does only adds to it
+ROUNDS = {"cpu": 4, "cuda": 2}  # of times, of which the least counts: what else the machine does only adds to it
 TIMED_TOKENS = 6
 FIRST_TOKENS, GROWTH = 16, 4  # scored after each text at first, and how many times more each time after
 CONFIDENCE, BEYOND_DOUBT = 0.9, 0.975  # of the bound that has to meet the target, and of that which ends a candidate
@@ -262,10 +262,10 @@ class Tuner:
 
     def _times(self, plans: Sequence[str]) -> dict[str, float]:
         """Seconds per token of each plan: the least median of rounds over all of them."""
-        kept = self._notebook.times
-        for number in range(ROUNDS):
+        kept, rounds = self._notebook.times, ROUNDS[self._runner.device.type]
+        for number in range(rounds):
             for done, plan in enumerate(plans):
-                self._progress("timing plans", number * len(plans) + done, ROUNDS * len(plans))
+                self._progress("timing plans", number * len(plans) + done, rounds * len(plans))
                 if len(kept.setdefault(plan, [])) <= number:
                     kept[plan].append(median(self._document.itl_s(parse_plan(plan), TIMED_TOKENS)))
             self._notebook.save()

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +14,12 @@ from kvsift.cli.numbers_table import print_rows
 from kvsift.cli.printing import ProgressBar, plain
 from kvsift.collector import collector_paused
 
+if TYPE_CHECKING:
+    from kvsift.api.llm import LLM
+
 PIECES, SCORED = 16, 128  # texts, and tokens after each that are scored: 2,048 in all; of fewer, one decides
 MOST_SCORED_CONTEXT = {"cpu": 4096, "cuda": 16_384}  # tokens before them: prefilling more takes longer than the rest
-DEFAULT_CONTEXT = 32_768
+DEFAULT_CONTEXT, LEAST_CONTEXT = 32_768, 512  # tokens
 FILE = "kvsift-plan.json"
 PROBE_EVERY = 8  # steps, for a target of recovery
 
@@ -41,8 +44,8 @@ def tune(
     ] = "kl=0.02",
     context: Annotated[
         int | None,
-        typer.Option("--context", min=512, help="Cached tokens at which plans are timed; by default half of the "
-                     f"model's positions, {DEFAULT_CONTEXT:,} at most."),
+        typer.Option("--context", min=LEAST_CONTEXT, help="Cached tokens at which plans are timed; by default "
+                     f"half of the model's positions, {DEFAULT_CONTEXT:,} at most."),
     ] = None,
     tpot: Annotated[
         float | None,
@@ -51,8 +54,9 @@ def tune(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=512, help="Tokens before those that are scored; by default as --context, on a CPU "
-                     f"{MOST_SCORED_CONTEXT['cpu']:,} at most and on a GPU {MOST_SCORED_CONTEXT['cuda']:,}."),
+        typer.Option("--length", min=LEAST_CONTEXT, help="Tokens before those that are scored; by default as --context,"
+                     f" on a CPU {MOST_SCORED_CONTEXT['cpu']:,} at most and on a GPU {MOST_SCORED_CONTEXT['cuda']:,},"
+                     f" and less where memory is short: {PIECES} such texts are cached at once."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the places in the texts.")] = 0,
     out: Annotated[
@@ -86,9 +90,10 @@ def tune(
     wanted = Target.of(target)
     probes = PROBE_EVERY if wanted.measure == "recovery" else 0
     llm = LLM(model, "dense", dense_below=0, probe_every=probes, **device.keywords())
-    asked = context or min(max((llm.directory.max_positions or 2 * DEFAULT_CONTEXT) // 2, 512), DEFAULT_CONTEXT)
+    half = (llm.directory.max_positions or 2 * DEFAULT_CONTEXT) // 2
+    asked = context or min(max(half, LEAST_CONTEXT), DEFAULT_CONTEXT)
     llm.check([[0] * asked], 2 * SCORED)
-    before = min(asked, length or MOST_SCORED_CONTEXT[llm.device.type])
+    before = min(asked, length or _scored_context(llm, asked))
     if texts is None:
         pieces = mixed(llm, before, SCORED, PIECES, seed)
     else:
@@ -119,6 +124,20 @@ def tune(
         print(json.dumps({**found, **recipe, "file": str(path)}, indent=2))
     else:
         _print(found, path, out is None, llm.directory.name)
+
+
+def _scored_context(llm: "LLM", timed: int) -> int:
+    """Tokens before those that are scored, of as many texts as fit in memory beside the ``timed`` tokens and the
+    weights."""
+    from kvsift.engine.memory import available_bytes, predict_bytes
+
+    before, free = MOST_SCORED_CONTEXT[llm.device.type], available_bytes(llm.device)
+    while before > LEAST_CONTEXT and free is not None:
+        cached = timed + PIECES * (before + SCORED)
+        if predict_bytes(llm.directory, llm.device, llm.dtype, cached, llm.chunk_size, llm.place) <= free:
+            break
+        before //= 2
+    return before
 
 
 def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any, ClassVar
@@ -130,11 +131,15 @@ class FastPath:
                 self._fused = FusedModel(self._fused_step(model))
             return self._fused
 
-    def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Slots:
-        """Return a slot for a sequence of a length and so many more tokens; for few, no step is captured."""
-        cache.reserve_rows([length + number + SPARE_TOKENS])
+    def for_tokens(self, model: Any, caches: Sequence[SparseCache], number: int) -> Slots:
+        """Return slots for sequences of one plan, pool and rotation, and so many more tokens of each; for few, no step
+        is captured."""
+        cache = caches[0]
+        for each in caches:
+            each.reserve_rows([each.get_seq_length() + number + SPARE_TOKENS])
         capture = self._path != "eager" and number >= CAPTURED_TOKENS
-        return fixed_slots(self._step_of(model, cache.rotation), cache, 1, capture)
+        pages = max(each.table.longest for each in caches)
+        return fixed_slots(self._step_of(model, cache.rotation), cache, len(caches), pages, capture)
 
     def over_pool(self, model: Any, kv: KVPool, open_cache: OpenCache, rotation: int | None, steady: bool) -> Session:
         """Return captured steps over a pool, whose keys are rotated so (``Session``)."""
@@ -166,7 +171,7 @@ class FastPath:
         cache = make_cache(model, plan, rows=[4 * (plan.page_size or DEFAULT_PAGE_SIZE)])
         with inference(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
-        slots = fixed_slots(self._step_of(model, cache.rotation), cache, 1, capture=True)
+        slots = fixed_slots(self._step_of(model, cache.rotation), cache, 1, cache.table.longest, capture=True)
         try:
             slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse"))
         except Exception as error:  # anything that the model's code, a compiler or a quantisation raises is reported

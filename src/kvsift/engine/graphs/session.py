@@ -148,10 +148,10 @@ class Session:
         return STEADY_SLOTS if self.steady else _bucket(num_slots)
 
 
-def fixed_slots(step: Step, cache: SparseCache, num_slots: int, capture: bool) -> Slots:
-    """Return slots over the pages that the sequences of a cache have reserved, under its plan. They are of no use any
-    more once the pool of the cache grows."""
-    max_pages = round_up(cache.table.longest)
+def fixed_slots(step: Step, cache: SparseCache, num_slots: int, pages: int, capture: bool) -> Slots:
+    """Return slots for sequences of at most so many pages of a cache's pool, under its plan. They are of no use any
+    more once the pool grows."""
+    max_pages = round_up(pages)
     angles, graphs = step.angles(max_pages * cache.page_size), torch.cuda.graph_pool_handle() if capture else None
     return Slots(step, angles, cache, [rule_of(cache.run.plan)], num_slots, max_pages, graphs)
 

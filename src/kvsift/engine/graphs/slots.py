@@ -257,15 +257,15 @@ class Slots:
         return CapturedStep(None, queries, logits)
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], kind: StepKind) -> Tensor:
-        """Feed known tokens to the sequence in the first slot, by steps that keep their logits: those after each token,
-        float32 [tokens, vocabulary]."""
+    def logits(self, tokens: Sequence[Sequence[int]], kind: StepKind) -> Tensor:
+        """Feed known tokens to the sequences in the first slots, a token of each in every step, by steps that keep
+        their logits: those after each token, float32 [steps, sequences, vocabulary]."""
         found = []
-        for token in tokens:
-            self.tokens.fill_(token)
+        for column in uploaded(torch.tensor(tokens), self.tokens.device):
+            self.tokens[: len(column)] = column
             kept = self.run(kind, 0).logits
             assert kept is not None
-            found.append(kept[0].clone())  # the next replay writes over it
+            found.append(kept[: len(column)].clone())  # the next replay writes over it
         return torch.stack(found)
 
     @torch.inference_mode()
