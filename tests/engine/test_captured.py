@@ -1,5 +1,6 @@
 """On a GPU: captured steps give the tokens of the same steps run one by one, and those of the composed path."""
 
+import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvsift import LLM, Sampling
 from kvsift.api.answer import Answer
 from kvsift.calibration.fidelity import DecodedText, FidelityScorer
 from kvsift.engine.graphs import fast_path, sequence_groups
+from kvsift.engine.graphs.slots import Slots
 from kvsift.engine.sampling import CHOICES
 from kvsift.engine.sequence import Sequence
 from kvsift.plan.syntax import parse_plan
@@ -357,6 +359,32 @@ def test_after_a_warm_up_no_prompt_waits_for_a_capture(directory: Path) -> None:
             assert first.path == "captured"
             assert first.setup_s < 0.1
     assert warm.loop.pages.kv.moves == moves
+
+
+def test_no_graph_is_destroyed_while_another_is_captured(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As garbage that a collection finds: CUDA does not permit it, and says so on stderr."""
+    expected = tokens(answers(llm(directory)))
+    runs, collecting = Slots._run, list[bool]()
+
+    def run(self: Slots, *arguments: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return runs(self, *arguments)
+
+    monkeypatch.setattr(Slots, "_run", run)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        for _ in range(3):
+            cycle: list[Any] = [llm(directory)]
+            assert tokens(answers(cycle[0])) == expected
+            cycle.append(cycle)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert collecting
+    assert not any(collecting)
+    assert "not permitted" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

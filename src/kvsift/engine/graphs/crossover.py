@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from kvsift.collector import collector_off
 from kvsift.engine.graphs.feeds import Assignment
 from kvsift.engine.graphs.slots import Slots, on_device, warm_up
 from kvsift.engine.sampling import Sampling
@@ -95,10 +96,11 @@ def _attend_all(slots: Slots, queries: torch.Tensor, mode: StepMode) -> None:
 
 @torch.inference_mode()
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    warm_up(run)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    with collector_off():
+        warm_up(run)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
     return graph
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsift.collector import collector_off
 from kvsift.engine.graphs.feeds import (
     IDLE,
     NO_PAGES,
@@ -145,7 +146,7 @@ class Slots:
         queries: list[Tensor] = []
         graph = logits = None
         if self._pool is not None:
-            with on_device(self.tokens.device):
+            with on_device(self.tokens.device), collector_off():
                 warm_up(lambda: self._run(kind, []))
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
