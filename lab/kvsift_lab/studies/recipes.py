@@ -188,6 +188,7 @@ class VllmDecodeRecipe(r.BenchRecipe):
         "4096x1,32768x1,131072x1,32768x4,131072x4", "Contexts x batches.", parse=r.batches
     )
     only_decode: bool = r.option(False, "Leave attention out of all prompts, not only out of batches'.")
+    fp8: bool = r.option(False, "Weights in 8-bit floats: vLLM's quantization='fp8'.")
 
 
 @dataclass(frozen=True)
