@@ -27,7 +27,7 @@ class Chat(Uncopied):
 
     Args:
         start: begins to generate after the tokens of a prompt.
-        form: of the prompts.
+        form: format of the prompts.
         context: the document; may be empty.
         stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
             none.

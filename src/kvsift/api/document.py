@@ -54,7 +54,7 @@ class Document(Uncopied):
         runner: the ``LLM``.
         ids: the tokens that all questions share.
         encode: returns the whole prompt of a question, which begins with ``ids``.
-        plan: of questions without a plan of their own.
+        plan: plan of questions without a plan of their own.
         progress: called while the document is prefilled, with the first question.
         stop: text, or several texts, that end an answer to ``ask``.
         text: from which ``ids`` and ``encode`` were made, for ``save``.
@@ -221,7 +221,7 @@ class Document(Uncopied):
         Args:
             fill: fills an empty cache with the tokens of the document.
             rotation: see ``SparseCache.rotation``.
-            read_s, read_stats: of the prefill that ``fill`` stands for.
+            read_s, read_stats: seconds and counters of the prefill that ``fill`` stands for.
         """
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)

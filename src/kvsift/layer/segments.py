@@ -25,7 +25,7 @@ class SegmentGroup:
     Attributes:
         rule: that selects.
         is_dense: whether they see everything.
-        bounds: of the segments.
+        bounds: bounds of the segments.
     """
 
     rule: Rule
@@ -105,7 +105,7 @@ def groups_of(
         layer: true index.
         start, stop: positions.
         messages: layers of one pass share what they do not see densely.
-        row: of the pass.
+        row: row of the pass.
         together: segments of a group, at most; as many as there are by default.
     """
     if layer in rule.budget.dense_layers:

@@ -64,7 +64,7 @@ class HeldDocument(Generic[Question]):
         kept: file of its prefill; None: none is kept.
         num_prefilled, num_reported: tokens that are cached, and those that the server was notified of.
         error: why it cannot be asked about; empty if it can.
-        growing: of the prompts about it.
+        growing: common text of the prompts about it.
     """
 
     key: str
@@ -91,7 +91,7 @@ class HeldDocuments(Generic[Question]):
 
     Args:
         llm: whose weights are loaded.
-        plan: of their prefill.
+        plan: plan of their prefill.
         send: a message to the server.
         begin: starts a question whose document is ready; it may have been cancelled.
         refuse: ends a question whose document has failed, with the reason.

@@ -37,8 +37,8 @@ class LayerPool:
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
-        head_dim, dtype: of keys and values as they come and are read.
-        token_bytes: of keys and values of one token.
+        head_dim, dtype: those of keys and values as they are appended and read.
+        token_bytes: bytes of keys and values of one token.
         on_host: whether keys and values are in memory that the compiled core reads.
         summaries: kind -> [num_kv_heads, num_pages, width].
         lock: held while tokens are written or the tensors grow.

@@ -64,7 +64,7 @@ class Rendering(NamedTuple):
 
     Attributes:
         text: as it is.
-        masked: of the same length, with masked contents.
+        masked: a text of the same length, with masked contents.
         control: all control tokens and their ids.
     """
 
@@ -160,10 +160,10 @@ class ControlTokens:
         """Return a prompt as tokens and, if asked for, where each one stands in its text.
 
         Args:
-            rendering: of the prompt.
+            rendering: rendering of the prompt.
             special: whether the tokenizer adds its special tokens.
             with_spans: asks for them.
-            growing: of the prompts that begin like this one.
+            growing: common text of the prompts that begin like this one.
 
         Raises:
             InputError: if contents spell control tokens, and the tokenizer cannot be copied.

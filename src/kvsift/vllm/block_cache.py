@@ -89,7 +89,7 @@ class BlockCache:
 
     Args:
         kv: [num_blocks, num_kv_heads, block_size, 2 * head_dim], as vLLM allocates it.
-        layout: of a block.
+        layout: layout of a block.
         summaries: to maintain; page sizes divide the block size.
 
     Attributes:
@@ -215,7 +215,7 @@ def attend_token(
         shape: the layer.
         rule: whose methods keep no memory besides page summaries (``settings.read_plan``).
         query: [num_query_heads, head_dim].
-        cache: of the layer.
+        cache: cache of the layer.
         blocks: int64 [num_blocks], physical blocks of the sequence, enough for ``length``.
         length: tokens.
         tally: in which the query is counted.

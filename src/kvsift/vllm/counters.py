@@ -19,7 +19,7 @@ class PhaseCounters:
 
     Attributes:
         phase: whose queries these are.
-        rank: of the process among those that share the heads: the others see the same tokens, by other heads.
+        rank: rank of the process among those that share the heads: the others see the same tokens, by other heads.
         tally: the sums, one query for each token and layer; bytes are of the heads of this process.
     """
 
