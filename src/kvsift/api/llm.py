@@ -140,7 +140,7 @@ class LLM(Engine):
 
         Args:
             plans: further ones that prompts may have.
-            num_tokens: to allocate memory for; by default what eight prompts of all positions need, or what is free.
+            num_tokens: tokens to reserve; by default what eight prompts of all positions need, or what is free.
 
         Returns:
             What was done.

@@ -105,7 +105,7 @@ def calibrate(
 
     Args:
         runner: runner of the model, for instance an ``LLM``; its plan is not used.
-        texts: by name.
+        texts: texts by name.
         out: file to write.
         tokens: maximum number of tokens to prefill.
         length: tokens per context; longer texts are cut.

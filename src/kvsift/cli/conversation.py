@@ -301,7 +301,7 @@ class LinePassage(NamedTuple):
     """A line, or a part of a long one, that decode steps selected from.
 
     Attributes:
-        place: in the context.
+        place: its place in the context.
         share: the share of steps, heads and layers that selected its strongest part.
         weight: characters times shares.
         at: the first character of the strongest part.

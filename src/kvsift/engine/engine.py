@@ -72,7 +72,7 @@ class Engine(ModelRunner):
         requests that are longer than those before as long as dense steps are faster.
 
         Args:
-            plan: that was asked for.
+            plan: the plan that was asked for.
             length: tokens of the request in all.
             is_observed: what is selected is of use to the request, whatever it costs.
         """

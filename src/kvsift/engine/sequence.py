@@ -26,7 +26,7 @@ class CacheReport:
     """What an answer says of the cache that it came from.
 
     Attributes:
-        plan: as it was resolved.
+        plan: the plan as it was resolved.
         stats: counters of the sequence.
         kv_bytes: bytes of keys, values and summaries.
         index: index of the plan's method, by layer.
@@ -69,7 +69,7 @@ class Sequence:
         observer: records what its passes select.
         source: fills its empty cache with the whole prompt as it was prefilled before, and is called if no chunk is
             found.
-        prefix: with which its prompt begins, and in whose cache or a copy of it the sequence continues.
+        prefix: begins its prompt; the sequence continues in its cache or in a copy of that.
         pins: the prefix that its prompt is; the sequence ends when that is cached, and chooses no token.
         decode_from: position from which the tokens of the prompt are attended as if they had been generated.
         call: identifies the sequences of one call, which decode together once all are prefilled. None: it is alone.

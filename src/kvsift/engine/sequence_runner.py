@@ -45,7 +45,7 @@ class SequenceRunner:
 
     Args:
         runner: runner of the model.
-        max_seqs: that decode in one step.
+        max_seqs: most sequences that decode in one step.
 
     Attributes:
         page_size: tokens of a page that sequences share.

@@ -23,7 +23,7 @@ class SegmentGroup:
     """Consecutive segments of a prompt under a rule: one that is dense, or sparse ones of equal length.
 
     Attributes:
-        rule: that selects.
+        rule: the rule that selects.
         is_dense: whether they see everything.
         bounds: bounds of the segments.
     """
@@ -101,7 +101,7 @@ def groups_of(
     positions makes the answer independent of how the prompt was chunked.
 
     Args:
-        rule: by which they are attended.
+        rule: the rule by which they are attended.
         layer: true index.
         start, stop: positions.
         messages: layers of one pass share what they do not see densely.

@@ -138,7 +138,7 @@ def best_of_segments(scores: Tensor, requests: SegmentRequests) -> SegmentSelect
     Args:
         scores: float32 [num_segments, num_heads, count], column i is candidate first + i; columns beyond
             the candidates of a segment are ignored.
-        requests: for the segments.
+        requests: requests for the segments.
     """
     choices = requests.choices
     capacity = choices.first + choices.most

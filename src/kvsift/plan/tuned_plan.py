@@ -163,7 +163,7 @@ class ModelPlans:
 
     Args:
         directory: directory of the model; None: it is not on this machine's disk.
-        device_type: on which the model runs, "cpu" or "cuda".
+        device_type: type of the device that the model runs on, "cpu" or "cuda".
         model: how a command names the model; by default by its directory.
         no_guard: why there can be no guard; empty: there can be one.
     """

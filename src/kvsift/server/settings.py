@@ -27,7 +27,7 @@ class ServerSettings:
         plans: further plans that requests may name.
         threads: the engine's threads on the processor; None: as many as torch uses.
         keep_tokens: size of the prefix cache, in tokens of answered prompts.
-        reserve_tokens: for which memory is allocated, and steps captured, before the first request, where steps are
+        reserve_tokens: tokens to allocate memory and capture steps for before the first request, where steps are
             captured; None: as many as requests may need at once, or as fit; 0: none.
         host, port: the address; port 0 is any free one.
         keys: API keys, one of which every request must carry; none: no key is asked for.
@@ -76,7 +76,7 @@ class PlanList:
     what it stands for. The plan of a request is compared as text and never parsed, so it opens no file.
 
     Args:
-        given: as the server was started with; the first is that of requests without one.
+        given: plans that the server was started with; the first is that of requests without one.
         resolved: the same plans as the engine writes them.
     """
 

@@ -31,7 +31,7 @@ class LayerPool:
         shape: the layer.
         page_size: tokens per page.
         like: a tensor with the device of the keys, and the dtype in which they come.
-        pages: which pages there are.
+        pages: counts references to its pages.
         coded_keys, coded_values: keep codes of 8 bits (``native.coded_rows``) instead.
         pinned: use page-locked host memory, which this device reads and writes on its own.
 
@@ -150,7 +150,7 @@ class KVPool:
 
     Attributes:
         pages: which pages are free.
-        layers: by true layer index.
+        layers: layers by true layer index.
         steady: what is attended must not depend, in any bit, on where its pages lie.
     """
 

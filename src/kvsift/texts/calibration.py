@@ -85,8 +85,8 @@ def windows(
     """Pieces of texts at random places, of one length, whose scored ends do not overlap.
 
     Args:
-        runner: whose tokenizer reads the texts.
-        texts: by name; pieces are taken from each in turn.
+        runner: has the tokenizer that reads the texts.
+        texts: texts by name; pieces are taken from each in turn.
         context: tokens before the scored ones; fewer where the texts are too short for so many.
         scored: tokens at the end of each piece.
         count: number of pieces.

@@ -63,7 +63,7 @@ class Rendering(NamedTuple):
     """A prompt.
 
     Attributes:
-        text: as it is.
+        text: the text as it is.
         masked: a text of the same length, with masked contents.
         control: all control tokens and their ids.
     """
@@ -91,8 +91,8 @@ class Known:
         special: tokens that are special.
         sample: what the chat template writes around messages, also if another template replaces it.
         unknown: tokens that stand for characters without one of their own.
-        masks: for the characters of all these.
-        copies: by the control tokens that have other names.
+        masks: masks for the characters of all these.
+        copies: copies by the control tokens that have other names.
     """
 
     state: tuple[Any, ...]

@@ -29,7 +29,7 @@ class TokenLabel(NamedTuple):
     """A token by itself.
 
     Attributes:
-        text: that it adds to a text; of a part of a character its bytes, as ``bytes:\\xf0\\x9f``.
+        text: what it adds to a text; of a part of a character its bytes, as ``bytes:\\xf0\\x9f``.
         data: its bytes; None if it is a part of a character and the tokenizer does not report which.
     """
 

@@ -22,10 +22,10 @@ class EngineState:
     """State of one engine.
 
     Attributes:
-        plans: by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
+        plans: plans by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
         counters, prompts: counters of all layers, in decode and in prefill.
         messages: between the layers of a step.
-        layers: that plans apply to, on a CPU.
+        layers: layers that plans apply to, on a CPU.
         summary_bytes: bytes of all layers, besides vLLM's KV cache.
         max_length: greatest length of a request, in tokens.
         on_gpu: one kernel decodes all sequences, so that their plans have much in common.

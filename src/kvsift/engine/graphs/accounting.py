@@ -34,7 +34,7 @@ class CapturedSequence:
         sampling: how tokens are chosen.
         guard: guard of its budget.
         setup_s: what its group had spent on captures when it joined.
-        steps: whose tokens were read.
+        steps: number of steps whose tokens were read.
         done: it needs no more.
         dense: for each step launched for it, whether it was dense.
         sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.

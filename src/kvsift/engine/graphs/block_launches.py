@@ -60,7 +60,7 @@ class Drafts(NamedTuple):
     """Drafts that are launched.
 
     Attributes:
-        slots: that they run on.
+        slots: the slots that they run on.
         places: states of the sequences before them.
         counts: number of drafts of each sequence.
         tokens: int64 [steps * slots], on the device.
@@ -84,7 +84,7 @@ class PlainStep(NamedTuple):
     """A step of one token for each sequence, launched and not read, and the steps to come that the slots are ready for.
 
     Attributes:
-        slots: that it runs on.
+        slots: the slots that it runs on.
         places: states of the sequences before it.
         chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
         clock: measures the step.

@@ -174,7 +174,7 @@ class Slots:
         A block that is shorter than its slots repeats its last token at the same position, which changes nothing.
 
         Args:
-            blocks: by place.
+            blocks: blocks by place.
             steps: more than one if each block has one token: each later step feeds the token that the one before has
                 chosen.
             drafted: int64 [number], tokens on the device; ``drafts_at`` of a place there may stand for a token.

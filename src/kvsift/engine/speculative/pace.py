@@ -150,7 +150,7 @@ class Pace:
     """Lengths of the proposals of one answer. Times decide, but change no token.
 
     Attributes:
-        measured: by this answer and those like it.
+        measured: what this answer and those like it have measured.
     """
 
     measured: Measured

@@ -75,7 +75,7 @@ def count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[s
 
     Args:
         run: state of the cache.
-        cache: that holds the tokens so far.
+        cache: holds the tokens so far.
         num_new: tokens of the forward pass.
         kwargs: arguments of the forward pass.
         calls: methods of the model that this thread is running.

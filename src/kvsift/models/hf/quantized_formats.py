@@ -64,7 +64,7 @@ class StoredFormat:
         bits: bits of a weight.
         blocks: blocks of scales, each for a group of layers.
         has_zeros: whether there are zero points.
-        offset: that is added to stored zero points.
+        offset: number that is added to stored zero points.
         kept: names of modules with other weights, or "re:" and a pattern.
         has_order: whether the inputs of a group need not follow one another.
         asks_for_kv: whether keys and values are to have 8 bits too.
