@@ -14,7 +14,7 @@ PROTOCOL := .venv-protocol
 
 .PHONY: demo test test-slow test-real test-page test-gpu test-vllm test-protocol soak lint docs tables clean
 
-demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
+demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sparse side by side
 	$(BIN)/kvsift demo
 
 test: $(VENV)/installed-dev $(COMPAT)/installed lint test-real  ## everything, then the adapter on the oldest transformers

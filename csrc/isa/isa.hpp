@@ -59,7 +59,7 @@ struct Softmax {
 constexpr int kSketchTokens = 1024;                // of a block, at most
 constexpr int kSketchPages = kSketchTokens / 16;  // of a block, at most; a page has a multiple of 16 tokens
 
-// Where the parts of a row of a sketch are: SketchLayout of kernels/sketch.py.
+// Where the parts of a row of a sketch are: SketchLayout of native/sketch_format.py.
 struct SketchFormat {
   int bits, words, head_dim, page_size;
   int factors, key_mean, value_mean, scales, width;  // bytes

@@ -63,8 +63,8 @@ class GgufFile:
 
     Attributes:
         path: the file, or the first part.
-        settings: by name; arrays are lists.
-        tensors: by name, of all parts.
+        settings: settings by name; arrays are lists.
+        tensors: tensors of all parts, by name.
     """
 
     path: Path

@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_told_ends_those_that_wait_for_it(llm: LLM, monkey
     stream = llm.stream(TEXTS[0], max_new_tokens=12)
     next(stream)
     monkeypatch.setattr(SequenceRunner, "room", lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match="the memory that there is cannot be told"):
+    with pytest.raises(RuntimeError, match="the free memory cannot be determined"):
         llm.generate(TEXTS[1], max_new_tokens=2)
     monkeypatch.setattr(SequenceRunner, "room", room)
     list(stream)

@@ -33,15 +33,15 @@ class Answer:
         index: layer -> index of the plan's method, for every sequence; empty for methods without an index.
         setup_s: seconds spent on capturing steps and measuring the crossover; not included in any other time.
         build_s: seconds of ``ttft_s`` spent on building the plan's index, codes or summaries of a cached document.
-        guard: of a plan with ``min_recovery``, each time that its budget doubled: ``recovery`` of the probe that
+        guard: under a plan with ``min_recovery``, each time that its budget doubled: ``recovery`` of the probe that
             decided, ``lowest`` of the worst layer, budgets ``from`` and ``to``, and ``token``, so that ``token_ids``
             from this index on were chosen under the larger one.
         finish_reason: "stop" (an end-of-text token, or a stop), "length" (``max_new_tokens`` reached) or "deadline"
             (``timeout_s`` over).
-        logprobs: of every token, where they were asked for.
+        logprobs: log-probabilities of every token, if they were asked for.
         no_reuse: why the prompt shares nothing with others; empty if it may.
-        exact: of an exact answer, what was drafted and verified (``ExactReport``).
-        passages: of the document that were selected, where they were asked for.
+        exact: what was drafted and verified (``ExactReport``).
+        passages: passages of the document that were selected, if they were asked for.
     """
 
     text: str

@@ -27,7 +27,7 @@ class Chat(Uncopied):
 
     Args:
         start: begins to generate after the tokens of a prompt.
-        form: of the prompts.
+        form: format of the prompts.
         context: the document; may be empty.
         stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
             none.
@@ -57,7 +57,7 @@ class Chat(Uncopied):
         """Answer the next turn. A turn that fails, or ends before its first token, leaves the conversation as it was.
 
         Args:
-            question: in plain words.
+            question: a question in plain words.
             progress: called while what is new is prefilled.
             on_text: called with every new piece of text.
             options: as for ``LLM.generate``.

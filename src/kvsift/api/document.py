@@ -54,16 +54,16 @@ class Document(Uncopied):
         runner: the ``LLM``.
         ids: the tokens that all questions share.
         encode: returns the whole prompt of a question, which begins with ``ids``.
-        plan: of questions without a plan of their own.
+        plan: plan of questions without a plan of their own.
         progress: called while the document is prefilled, with the first question.
         stop: text, or several texts, that end an answer to ``ask``.
-        text: from which ``ids`` and ``encode`` were made, for ``save``.
+        text: the text of which ``ids`` and ``encode`` were made, for ``save``.
 
     Attributes:
         read_s: seconds spent on prefilling the document, maybe before it was saved.
         read_stats: counters of that prefill.
         open_s: seconds spent on opening the document; 0 if it was prefilled here.
-        text: as given.
+        text: the text as given.
     """
 
     INSTEAD = "Write it to a file with save, and open that with llm.open."
@@ -221,7 +221,7 @@ class Document(Uncopied):
         Args:
             fill: fills an empty cache with the tokens of the document.
             rotation: see ``SparseCache.rotation``.
-            read_s, read_stats: of the prefill that ``fill`` stands for.
+            read_s, read_stats: seconds and counters of the prefill that ``fill`` stands for.
         """
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
@@ -244,7 +244,7 @@ class Document(Uncopied):
         """Answer a question about the document.
 
         Args:
-            question: in plain words.
+            question: a question in plain words.
             on_text: called with every new piece of text.
             question_phase: "decode" answers the question's own tokens under the decode rule too, one by one: the
                 harder protocol of Quest's evaluation.

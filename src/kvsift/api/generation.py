@@ -36,8 +36,8 @@ class Generation:
     """Answers to requests. Iterating generates, and yields (index of the request, new piece of its text).
 
     Args:
-        runner: of the model, whose weights are loaded.
-        loop: of sequences.
+        runner: runner of the model, whose weights are loaded.
+        loop: serves sequences.
         requests: decoded together, under one plan.
         started: time of submission.
         progress: called while prompts are prefilled.

@@ -69,7 +69,7 @@ class LLM(Engine):
             in all contexts.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
-        keep_tokens: of prompts that were answered, those that stay cached for prompts that share a prefix; weights must
+        keep_tokens: number of tokens of answered prompts that stay cached for prompts that share a prefix; weights must
             not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
             about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
             share where steps are composed; captured, they have pages of their own.
@@ -140,7 +140,7 @@ class LLM(Engine):
 
         Args:
             plans: further ones that prompts may have.
-            num_tokens: to allocate memory for; by default what eight prompts of all positions need, or what is free.
+            num_tokens: tokens to reserve; by default what eight prompts of all positions need, or what is free.
 
         Returns:
             What was done.
@@ -190,7 +190,7 @@ class LLM(Engine):
         """A document that ``Document.save`` has written. It answers as it did, and is not prefilled.
 
         Args:
-            path: of the file, which is not needed afterwards.
+            path: path of the file, which is not needed afterwards.
             plan: instead of the default one; with the rule of prefill under which the document was read.
             progress: called if a question makes the document be prefilled again (``Document.prefill``).
 
@@ -213,8 +213,7 @@ class LLM(Engine):
         return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
 
     def chat(self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: Stop = None) -> Chat:
-        """A conversation, about a document or about nothing. Its turns read what they have in common once;
-        arguments as for ``read``.
+        """A conversation, with or without a document. Its turns share what is prefilled; arguments as for ``read``.
 
         Raises:
             InputError: for a document that is no text, or too long for the model.
@@ -375,7 +374,7 @@ def _keeping(kv_dtype: str, place: Placement, device: str) -> Placement:
 def _cpu(device: str) -> str:
     if device not in ("auto", "cpu"):
         raise UnsupportedDevice(
-            f"placement=host keeps the model and its KV on the CPU, and device={device} is none. Leave the device out, "
+            f"placement=host keeps the model and its KV on the CPU, not on {device}. Leave the device out, "
             "or use placement=split or placement=offload."
         )
     return "cpu"

@@ -20,7 +20,7 @@ class Passages:
     step reads anyway.
 
     Attributes:
-        characters: of the text.
+        characters: number of characters of the text.
         all: (start, stop, share) in order: the share of steps, heads and layers that selected these characters.
         layers: the same of each layer that selects.
         note: what the spans do not show; empty if they show everything.

@@ -90,12 +90,12 @@ def save(
     """Write a document atomically.
 
     Args:
-        path: of the file.
-        runner: of the model.
-        cache: of the document and nothing else.
+        path: path of the file.
+        runner: runner of the model.
+        cache: has the document and nothing else.
         text: the document and its prompt.
         ids: the document's tokens.
-        read_s, read_stats: of ``Document``.
+        read_s, read_stats: those of ``Document``.
 
     Raises:
         InputError: if the cache cannot be saved, or writing fails; nothing is left then, and an older file stays.
@@ -138,7 +138,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
     """A saved document whose file is open; its tensors are mapped from the file until the block ends.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
         InputError: if it cannot be read, is not a saved document, or is cut off.

@@ -25,9 +25,9 @@ class WarmUp(NamedTuple):
     """What was done before the first prompt.
 
     Attributes:
-        num_tokens: for which memory is allocated.
-        num_steps: that were captured.
-        seconds: that it took.
+        num_tokens: tokens that memory is allocated for.
+        num_steps: number of captured steps.
+        seconds: time that it took.
     """
 
     num_tokens: int

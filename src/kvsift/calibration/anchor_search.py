@@ -26,7 +26,7 @@ class Choice:
 
     Attributes:
         anchors: indices into the gains, ascending.
-        reuse: by the other indices, their anchors and gains.
+        reuse: anchors and gains of the other indices.
         num_layers: anchors included.
     """
 

@@ -57,7 +57,7 @@ class _Decoded(NamedTuple):
     """What was decoded under a plan after each text.
 
     Attributes:
-        plan, caches: of the texts.
+        plan, caches: the plan and the caches of the texts.
         kl, agreement, nll: as of ``Scores``, of each text the tensors [tokens] of each call.
     """
 
@@ -76,8 +76,8 @@ class FidelityScorer:
     """Scores plans against dense decoding over the ends of texts, which are prefilled once.
 
     Args:
-        runner: of the model, for instance an ``LLM``; its plan is not used.
-        texts: of which as many tokens are scored as the shortest end has.
+        runner: runner of the model, for instance an ``LLM``; its plan is not used.
+        texts: as many tokens of each are scored as the shortest end has.
         progress: called with the prefilled tokens and all tokens to prefill.
     """
 
@@ -147,8 +147,8 @@ def decode_known(
     Between steps the engine serves others.
 
     Args:
-        runner: of the model.
-        caches: of the texts, under one plan.
+        runner: runner of the model.
+        caches: caches of the texts, under one plan.
         tokens: those of each text, equally many.
         take: called with the number of a text and the logits [some, vocabulary] after its next tokens.
     """
@@ -194,9 +194,9 @@ class _CapturedSteps:
     """``decode_known`` of texts side by side in captured steps. Composed ones of an 8B take 58 ms, mostly launches.
 
     Args:
-        runner: of the model.
-        caches: of the texts.
-        tokens: of each step, one for each text.
+        runner: runner of the model.
+        caches: caches of the texts.
+        tokens: for each step, one token of each text.
     """
 
     def __init__(self, runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[Sequence[int]]) -> None:

@@ -175,7 +175,7 @@ def calibrate_layers(
     """Decode the ends of texts and write which layers select, and which reuse their selections, to a file.
 
     Args:
-        runner: of the model, for instance an ``LLM``; its plan is not used.
+        runner: runner of the model, for instance an ``LLM``; its plan is not used.
         texts: what is decoded.
         sources: where it is from, by name, for the file's recipe.
         out: file to write.

@@ -104,8 +104,8 @@ def calibrate(
     """Prefill texts and write the principal directions of each layer's keys and queries to a file.
 
     Args:
-        runner: of the model, for instance an ``LLM``; its plan is not used.
-        texts: by name.
+        runner: runner of the model, for instance an ``LLM``; its plan is not used.
+        texts: texts by name.
         out: file to write.
         tokens: maximum number of tokens to prefill.
         length: tokens per context; longer texts are cut.

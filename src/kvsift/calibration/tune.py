@@ -115,7 +115,7 @@ class Notebook:
     """What was measured, in a file that a later run goes on with.
 
     Attributes:
-        path: of the file; None keeps nothing.
+        path: path of the file; None keeps nothing.
         key: what the measurements hold for; a file of another key is replaced.
     """
 
@@ -169,10 +169,10 @@ class Tuner:
     """The search for the plan of a model.
 
     Args:
-        runner: of the model, for instance an ``LLM`` with ``dense_below=0``; its plan is not used.
+        runner: runner of the model, for instance an ``LLM`` with ``dense_below=0``; its plan is not used.
         texts: the ends of which are scored, all of one length.
         context: cached tokens at which plans are timed.
-        notebook: of earlier runs.
+        notebook: notes of earlier runs.
         anchors: file beside which layers that reuse selections are written.
         progress: called with what is done, how much of it, and of how much.
     """
@@ -293,7 +293,7 @@ class Tuner:
         About three plans are scored for it: where a budget misses, a smaller one misses as well.
 
         Args:
-            plans: of one family, by their budgets.
+            plans: plans of one family, by their budgets.
             target: what they have to keep.
         """
         found = bisect_left(

@@ -73,7 +73,7 @@ def answer_all(
         model: keywords of ``LLM``.
         prompt: keywords of ``LLM.read``.
         sampling: how to choose tokens.
-        max_new_tokens: of each answer.
+        max_new_tokens: most tokens of each answer.
         question_phase: as in ``Document.ask``.
         strict: fail if a sparse plan skipped nothing.
         note: a warning to print after all checks.
@@ -138,7 +138,7 @@ class AnswerPrinter:
 
     Args:
         llm: the model.
-        document: of the questions.
+        document: the document of the questions.
         progress: shown between answers.
         output: where answers go.
         total: number of answers.

@@ -148,7 +148,7 @@ class ChatCommands:
     """The commands of one conversation.
 
     Args:
-        conversation: that they are about.
+        conversation: the conversation that they are about.
     """
 
     def __init__(self, conversation: Conversation) -> None:

@@ -54,7 +54,7 @@ class ChatContext:
         named_texts: names of files and their texts.
 
     Attributes:
-        text: of all files.
+        text: text of all files.
     """
 
     def __init__(self, named_texts: Sequence[tuple[str, str]] = ()) -> None:
@@ -105,14 +105,14 @@ class Conversation:
     Args:
         llm: the model; its plan is that of the first turns.
         context: the document; may be empty.
-        options: of every turn.
+        options: options of every turn.
         progress: shown during prefill.
         interactive: whether a person types: Ctrl-C then ends an answer alone.
         quiet: print only answers and what commands show.
         system, stop: as in ``LLM.chat``.
 
     Attributes:
-        plan: of the next turns.
+        plan: plan of the next turns.
         last: the answer of the last turn; None if there is none, or it was stopped.
     """
 
@@ -301,8 +301,8 @@ class LinePassage(NamedTuple):
     """A line, or a part of a long one, that decode steps selected from.
 
     Attributes:
-        place: in the context.
-        share: of steps, heads and layers that selected its strongest part.
+        place: its place in the context.
+        share: the share of steps, heads and layers that selected its strongest part.
         weight: characters times shares.
         at: the first character of the strongest part.
     """

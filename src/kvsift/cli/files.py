@@ -117,8 +117,8 @@ def require_writable(path: Path | None, option: str, read: Sequence[str | Path |
     """Refuse a path that cannot be written, before the work whose result it is for.
 
     Args:
-        path: to write to.
-        option: that names it.
+        path: file to write to.
+        option: the option that names it.
         read: what the command reads: files, standard input, or text that is no name of a file.
 
     Raises:

@@ -47,7 +47,7 @@ class StrippedText:
     """Pieces of a text as they come.
 
     Attributes:
-        text: of all pieces so far, with all white space.
+        text: all pieces so far, with all white space.
     """
 
     def __init__(self) -> None:

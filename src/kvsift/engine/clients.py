@@ -47,7 +47,7 @@ class ScheduledRequest:
 
     Attributes:
         tokens: prompt tokens still to be computed.
-        pages: that its admission reserves.
+        pages: number of pages that its admission reserves.
         call: what it came with; None: it came alone.
         passed: requests of other clients that were admitted while it lacked its pages.
     """
@@ -64,8 +64,8 @@ class Account:
     """The requests of a client by state and key.
 
     Attributes:
-        waiting: in order of arrival.
-        prefilling: in order of admission; the last one is prefilled next. At most one has more than a chunk.
+        waiting: requests that wait, in order of arrival.
+        prefilling: requests in order of admission; the last one is prefilled next. At most one has more than a chunk.
         decoding: those that have paused longest come first.
         overtaken: requests that were admitted before a longer one since the last chunk of that.
     """

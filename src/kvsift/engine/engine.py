@@ -31,7 +31,7 @@ class Engine(ModelRunner):
     Args:
         directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans: see
             ``ModelRunner``.
-        keep_tokens: of prompts, that are kept for later ones.
+        keep_tokens: number of tokens of prompts that are kept for later ones.
 
     Attributes:
         loop: serves requests, in a thread of its own from the first one on. Chunks of prompts have ``chunk_size``
@@ -72,7 +72,7 @@ class Engine(ModelRunner):
         requests that are longer than those before as long as dense steps are faster.
 
         Args:
-            plan: that was asked for.
+            plan: the plan that was asked for.
             length: tokens of the request in all.
             is_observed: what is selected is of use to the request, whatever it costs.
         """

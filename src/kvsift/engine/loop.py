@@ -43,7 +43,7 @@ class Loop(EngineThread):
         runner: runs the passes.
         grid: prompt tokens of a chunk, of which a lone prompt takes several at once; a multiple of the page size.
         max_seqs: sequences that decode in one step.
-        keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
+        keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
         turn: held during a step.
         clock: seconds.
     """
@@ -274,13 +274,13 @@ class Loop(EngineThread):
         self._end(seq, "error", error)
 
     def _room_to_admit(self) -> int:
-        """Pages that could be reserved; where that cannot be told, the sequences that wait for them end with the
-        reason, and the others go on."""
+        """Number of pages that could be reserved. If it cannot be determined, the sequences that wait for pages end
+        with the reason, and the others continue."""
         try:
             return self.pages.room(self.seqs)
         except Exception as error:
             for key in self._schedule.waiting:
-                failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
+                failure = RuntimeError(f"the free memory cannot be determined ({type(error).__name__}: {error})")
                 failure.__cause__ = error
                 self._end(self._seqs[key], "error", failure)
             return 0

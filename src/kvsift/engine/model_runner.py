@@ -48,17 +48,17 @@ class ModelRunner(Uncopied):
 
     Args:
         directory: files of the model.
-        device: of the model.
-        dtype: of its weights and its KV.
+        device: device of the model.
+        dtype: dtype of its weights and its KV.
         place: where KV lives.
         chunk_size: prompt tokens per forward pass.
         probe_every, dense_below, path, deterministic: see ``LLM``.
         plans: reads plans.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         fast_path: captured decode steps and fused prefill.
-        paces: of exact answers.
+        paces: how far exact answers draft.
     """
 
     not_pooled: ClassVar[Objections] = (

@@ -33,7 +33,7 @@ class Pages:
     Args:
         runner: says what a sequence needs, and what memory there is.
         grid: tokens of a chunk, which are shared as one.
-        keep_tokens: of prompts that no sequence needs any more, those that are kept for later ones.
+        keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
 
     Attributes:
         kv: the pool.

@@ -17,7 +17,7 @@ class Pauses:
         pause: does something else; returns whether there was anything.
 
     Attributes:
-        seconds: of all pauses.
+        seconds: total of all pauses.
     """
 
     def __init__(self, clock: Callable[[], float], pause: Callable[[], bool]) -> None:

@@ -23,7 +23,7 @@ class PinnedPrefix:
 
     Attributes:
         length: tokens of the prefix.
-        cache: of the prefix; None until it is prefilled.
+        cache: cache of the prefix; None until it is prefilled.
         user: the sequence that continues in the cache, or a lease; None if it is free.
         forks: sequences may continue in copies.
         is_spoiled: no sequence can begin with it any more (``PrefixSpoiled``).

@@ -21,12 +21,12 @@ class Node:
     """A chunk that was prefilled.
 
     Attributes:
-        name: of the chain of chunks up to this one.
+        name: name of the chain of chunks up to this one.
         ids: its tokens, as bytes.
         runs: its pages, in logical order.
         parent: the chunk before it; None for the first one.
         depth: chunks before it.
-        kinds: of page summary that its pages have.
+        kinds: kinds of page summary that its pages have.
         sealed: what methods remember of the tokens up to its end (``SparseCache.sealed``).
         used: time of its last use.
         users: those that hold it, each once: it may be held, or let go, again after an interrupt.

@@ -30,11 +30,11 @@ class Request:
         stops: texts that end it likewise.
         skip_special_tokens: see ``TokenDecoder.left_out``.
         streamed: whether pieces of text are returned as they are generated.
-        logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
+        logprobs: number of likeliest tokens whose log-probabilities are kept besides the chosen one's; None: none are.
         deadline: time of ``perf_counter`` at which the answer ends as it is, finished or not.
         exact: the answer is to be that of dense decoding.
         offsets: where the tokens of the prompt stand in its text, if passages are wanted.
-        settings: of the model's generation_config.json, which change its logits; None: nothing does.
+        settings: those of the model's generation_config.json that change its logits; None: nothing does.
         client: who asks: clients get equal shares.
         salt: requests of other salts share nothing with it.
         asked: the plan that was asked for, if ``plan`` is dense in contexts in which that one would not be.

@@ -33,7 +33,7 @@ class Sampling:
     Attributes:
         temperature: 0 is greedy; higher is more random.
         top_p: draw from the most likely tokens that together reach this probability.
-        seed: of the random numbers, which come from a generator of their own.
+        seed: seed of the random numbers, which come from a generator of their own.
     """
 
     temperature: float = 0.0
@@ -85,7 +85,7 @@ class Chooser:
 
     Args:
         sampling: how.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
@@ -150,11 +150,11 @@ class ConstrainedChooser:
     """Chooses the tokens of one answer from logits that depend on the tokens before them.
 
     Args:
-        chooser: of the tokens.
-        settings: of the model.
+        chooser: chooses the tokens.
+        settings: the model's settings.
         ids: tokens of the prompt.
         max_new_tokens: most tokens of the answer.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(

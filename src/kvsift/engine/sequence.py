@@ -26,10 +26,10 @@ class CacheReport:
     """What an answer says of the cache that it came from.
 
     Attributes:
-        plan: as it was resolved.
+        plan: the plan as it was resolved.
         stats: counters of the sequence.
-        kv_bytes: of keys, values and summaries.
-        index: of the plan's method, by layer.
+        kv_bytes: bytes of keys, values and summaries.
+        index: index of the plan's method, by layer.
     """
 
     plan: Plan
@@ -63,23 +63,23 @@ class Sequence:
 
     Attributes:
         request: what is asked for.
-        output: of the client.
+        output: takes the tokens, for the client.
         holds: once it has ended, it keeps what it has prefilled of its prompt until ``Loop.close``.
         decoder: verifies by dense attention what the plan drafts; None: the plan's own tokens are the answer.
-        observer: of its passes.
+        observer: records what its passes select.
         source: fills its empty cache with the whole prompt as it was prefilled before, and is called if no chunk is
             found.
-        prefix: with which its prompt begins, and in whose cache or a copy of it the sequence continues.
+        prefix: begins its prompt; the sequence continues in its cache or in a copy of that.
         pins: the prefix that its prompt is; the sequence ends when that is cached, and chooses no token.
         decode_from: position from which the tokens of the prompt are attended as if they had been generated.
-        call: what it came with: the sequences of one call decode together, once all are prefilled. None: it came alone.
+        call: identifies the sequences of one call, which decode together once all are prefilled. None: it is alone.
         on_end: called in the thread of the loop when the sequence has ended.
-        state, finish_reason, error: how far it is, and how it ended.
+        state, finish_reason, error: its present state, and how it ended.
         num_cached: tokens that are cached; those of a step that failed are not.
-        num_reused: of the prompt, those that were prefilled before.
+        num_reused: tokens of the prompt that were prefilled before.
         no_reuse: why none could be; empty if that was possible.
         in_pool: its pages are in the pool that sequences share.
-        report: of the cache, once the sequence has ended.
+        report: report of the cache, once the sequence has ended.
         steps: what the model keeps of a sequence that takes captured steps.
         composed: why it takes none; empty if it does, None before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.

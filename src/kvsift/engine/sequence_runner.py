@@ -44,8 +44,8 @@ class SequenceRunner:
     """What the loop does with a model.
 
     Args:
-        runner: of the model.
-        max_seqs: that decode in one step.
+        runner: runner of the model.
+        max_seqs: most sequences that decode in one step.
 
     Attributes:
         page_size: tokens of a page that sequences share.
@@ -66,12 +66,12 @@ class SequenceRunner:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the bits of a prompt may not depend on its passes."""
+        """Whether the bits of a prompt must not depend on how it is cut into chunks."""
         return self._runner.device.type != "cuda" or self._runner.deterministic
 
     @property
     def most_prefilled(self) -> int:
-        """A chunk of an ``LLM`` where bits may depend on the passes, 0 (one of the grid) elsewhere."""
+        """Tokens of a chunk where the bits of a prompt may depend on its chunks; 0, the loop's own, elsewhere."""
         return 0 if self.is_steady else self._runner.chunk_size
 
     def reason_apart(self, seq: Sequence) -> str | None:

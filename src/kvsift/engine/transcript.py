@@ -159,7 +159,7 @@ class TextOutput:
     """A ``SequenceOutput`` that keeps a transcript.
 
     Attributes:
-        transcript: of the answer.
+        transcript: transcript of the answer.
         num_prefilled: tokens of the prompt that are cached.
         notify: called with every new piece of text, and "" when more of the prompt was prefilled; None: nobody waits
             for them.

@@ -55,8 +55,8 @@ class AutoIndex:
             k: keys per search.
             first: position of the first row.
             rope: rotary embedding of the model; without it queries are not rotated.
-            scale: of the logits; one over the root of head_dim by default.
-            degree, num_samples, per, window, decode_positions: of the graph (``GraphIndex.build``).
+            scale: scale of the logits; one over the root of head_dim by default.
+            degree, num_samples, per, window, decode_positions: options of the graph (``GraphIndex.build``).
             target: share of the k nearest keys, and of the attention among them, that a graph must find.
             timed: False: choose by the number of keys that a graph scores, not by the time.
         """

@@ -89,7 +89,7 @@ class GraphIndex:
             degree: neighbours of a key: 4 bytes each, per graph. The paper's build may end with twice as many.
             per: one graph per KV head, or per query head at group_size times the memory.
             compat: ``"paper"``: RoarGraph's construction; slow, for comparison.
-            beam: of all KV heads.
+            beam: beam of all KV heads.
             knn_seconds: time of the lists, for the statistics.
 
         Raises:

@@ -74,7 +74,7 @@ def append_sketches(
     """Write the sketches of the pages that hold the newest tokens, which ``append`` was not given.
 
     Args:
-        layers: of a model, each with the pools of its summaries.
+        layers: the layers of a model, each with the pools of its summaries.
         keep: keep(make, arguments, key=key) returns what ``make`` made of the arguments when it first saw this key.
         filled: only of the pages that these tokens fill, if several of them are in one page.
     """

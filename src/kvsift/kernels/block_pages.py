@@ -81,7 +81,7 @@ def place_pages(
     Args:
         blocks: int32 [batch, max_blocks], physical block of each logical one; the last stride is 1.
         lengths: int32 [batch], tokens cached; 0 for rows that are padding.
-        pages: of the cache.
+        pages: the pages of the cache.
         out: table int32 [batch, max_pages] and lengths int32 [batch], written as far as a row reaches.
         totals: int64 [batch, 4], to which queries, their tokens, sparse queries, and the tokens of those are added.
         sparse_from: int32 [batch], fewest tokens with which a row does not see all of them.

@@ -28,7 +28,7 @@ class Kernel:
     Args:
         function: the driver's handle.
         threads: per block.
-        shared_bytes: of dynamic shared memory per block, at most.
+        shared_bytes: most dynamic shared memory per block.
     """
 
     def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
@@ -68,10 +68,10 @@ def compile_kernel(
 
     Args:
         sources: files in this folder, compiled as one, in this order.
-        name: of the ``extern "C"`` function.
+        name: name of the ``extern "C"`` function.
         defines: macros for these sources.
         threads: per block.
-        shared_bytes: of dynamic shared memory, at most.
+        shared_bytes: most dynamic shared memory.
         device: index of the GPU.
 
     Raises:

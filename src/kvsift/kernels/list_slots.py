@@ -21,7 +21,7 @@ def list_slots(lists: Tensor, counts: Tensor, unit_size: int, rows: Rows, num_li
         counts: int32 [num_segments, num_heads], units listed.
         unit_size: tokens per unit.
         rows: the cache.
-        num_lists: of each segment, a multiple of num_heads: consecutive ones are equal.
+        num_lists: lists of each segment, a multiple of num_heads: consecutive ones are equal.
 
     Returns:
         Slots int32 [num_segments, num_lists, capacity * unit_size], undefined behind the count; counts int32

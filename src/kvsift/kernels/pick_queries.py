@@ -20,7 +20,7 @@ def pick_queries(
         queries: [num_query_heads, num_segments * num_queries, head_dim].
         scores: float32 [num_segments, num_query_heads, num_queries].
         num_kv_heads: consecutive query heads that read one KV head are a group.
-        count: to pick, at most num_queries.
+        count: number of queries to pick, at most num_queries.
         shared: by the mean score of the group, the same for all its heads; otherwise each head picks its own.
         mean: average over the heads of a group what each has picked; otherwise it follows one after the other.
         unit: divide queries by their norm.

@@ -27,9 +27,9 @@ def rotate_heads(
             values; overwritten.
         cos, sin: [tokens, head_dim], of each token's position; both halves hold the same angles. Number i of a head is
             rotated with number i + head_dim / 2.
-        num_query_heads, num_kv_heads: of the layer.
+        num_query_heads, num_kv_heads: heads of the layer.
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
-        norm_eps: of these norms.
+        norm_eps: epsilon of these norms.
 
     Returns:
         Views of ``qkv``: queries [num_query_heads, tokens, head_dim], keys and values [num_kv_heads, tokens, head_dim].

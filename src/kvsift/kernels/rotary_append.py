@@ -36,9 +36,9 @@ def qkv_rotary_append(
             rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
         kv: pools to write to; ``lengths`` count the new token.
         summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
-        num_query_heads: of the layer.
+        num_query_heads: number of query heads of the layer.
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
-        norm_eps: of these norms.
+        norm_eps: epsilon of these norms.
         pdl: programmatic dependent launch: may start while the kernel before still runs (Hopper and later).
 
     Returns:

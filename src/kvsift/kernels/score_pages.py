@@ -27,7 +27,7 @@ def score_pages(
         summary: [num_kv_heads, num_pages, width], packed rows by physical page.
         table: int32 [batch, max_pages].
         spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
-        kind: of summary, or its name.
+        kind: kind of summary, or its name.
         scale: factor of q.k.
         shared: the query heads of a KV head share a row, which holds their maximum.
 

@@ -77,7 +77,7 @@ def segment_attention(
         queries: [num_query_heads, num_queries, head_dim].
         rows: the cache, the queries' own tokens included.
         start: position of the first query.
-        spans: of the segments.
+        spans: spans of the segments.
         slots: int32 [num_segments, num_lists, capacity], further tokens of each list (``Rows.slots``), each token once
             and none of its span; num_lists is num_kv_heads, or a multiple of it that divides num_query_heads.
         counts: int32 [num_segments, num_lists], how many of a list count; None: all of them.

@@ -71,7 +71,7 @@ def sifted_attention(
         pages: int32 [batch, num_rows, capacity], written: the visible pages. num_rows is num_kv_heads if query heads
             share a list, else num_query_heads.
         counts: int32 [batch, num_rows], written.
-        kind: of summary, or its name.
+        kind: kind of summary, or its name.
         scale, softcap, sink_logit, visible: as in ``page_attention``.
         dense_below: int32 [batch]; sequences shorter than this are left out.
         out: written where a sequence is attended; a new one by default.

@@ -31,10 +31,10 @@ def write_newest_triton(
     """Write the rows of the pages that hold each sequence's newest token, from the tokens up to it.
 
     Args:
-        kv: of a layer.
-        bits: of the sketches, per channel.
+        kv: keys and values of a layer.
+        bits: bits per channel of the sketches.
         rows: uint8 [num_kv_heads, num_pages, width], contiguous.
-        addresses: of all layers that are written (``pool_addresses``), whose pools are shaped like these; by default
+        addresses: those of all written layers (``pool_addresses``), whose pools are shaped like these; by default
             this one is.
         filled: only the rows of pages of which that token is the last.
     """

@@ -53,14 +53,14 @@ def sketch_attention(
         spans: int32 [batch, 4]: first candidate token, the token behind the last, tokens to choose, tokens held.
         tokens: int32 [batch, num_kv_heads, capacity], written: the visible tokens, ascending.
         counts: int32 [batch, num_kv_heads], written.
-        bits: of the sketches, per channel.
+        bits: bits per channel of the sketches.
         rest: estimate what is not visible; false: leave it out.
         scale, softcap, sink_logit, visible: as in ``page_attention``.
         estimated: int64 [batch], to which the estimated shares of all query heads' attention are added, each a number
             of 0 to ``ESTIMATED_WHOLE``.
         dense_below: int32 [batch]; sequences shorter than this are not attended.
         out: written where a sequence is attended; a new one by default.
-        space: of the single launch, kept between launches; made here by default.
+        space: workspace of the single launch, kept between launches; made here by default.
         early: as in ``sifted_attention``.
 
     Returns:

@@ -26,12 +26,12 @@ def summarise_slots(
     """Write the rows of the pages whose last slot is among ``slots``.
 
     Args:
-        kind: of summary; one with a Triton twin, or a sketch.
+        kind: kind of summary; one with a Triton twin, or a sketch.
         slots: int64 [num_tokens], of tokens in the order of their sequences; negative ones are padding.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``),
             float8_e4m3fn among their dtypes.
         rows: [num_kv_heads, num_pages, width], the last stride 1.
-        pages: of the cache.
+        pages: the pages of the cache.
         tokens: keys and values of the slots, each [>= num_tokens, num_kv_heads, head_dim] with last strides (head_dim,
             1), to be written first; by default they are there. Up to ``FEW``: a launch saved for steps that decode.
     """

@@ -27,7 +27,7 @@ def visible_pages(scores: Tensor, spans: Tensor, capacity: int, out: Lists | Non
     Args:
         scores: float32 [batch, num_rows, max_pages], column i is candidate first + i; NaN counts as -inf.
         spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
-        capacity: of the lists, at least what the spans need.
+        capacity: capacity of the lists, at least what the spans need.
         out: lists and counts to write; new ones by default.
 
     Returns:

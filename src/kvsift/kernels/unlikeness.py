@@ -16,7 +16,7 @@ def unlikeness(queries: Tensor, num_segments: int, count: int) -> Tensor:
 
     Args:
         queries: [num_query_heads, num_segments * num_queries, head_dim].
-        num_segments: of equal length.
+        num_segments: number of segments, which are of equal length.
         count: if the queries of a segment cancel out, so that the mean has no direction, so many evenly spaced queries
             get 1 and the others -1.
 

@@ -90,7 +90,7 @@ class Tally:
 
         Args:
             group: segments, which were attended together.
-            store: of their keys and values.
+            store: has their keys and values.
             selected: tokens per head besides those that are always visible, summed over queries.
             read: tokens read for that, a mean over KV heads, summed over segments.
         """
@@ -156,7 +156,7 @@ class TokenView(NamedTuple):
 
     Attributes:
         layers: those that are sparse, by their place among the tallies.
-        bytes_read: of summaries, to select in a layer.
+        bytes_read: bytes of summaries read to select in a layer.
         lists: selections per KV head.
         by_sketches, rest: how tokens are ranked, and whether attention to those that are not selected is estimated.
     """

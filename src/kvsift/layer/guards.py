@@ -14,7 +14,7 @@ class Guards:
     """Guards by sequence. All layers take the same steps; what has been done for one of them changes nothing again.
 
     Attributes:
-        forks: of the sequences so far.
+        forks: number of forks of the sequences so far.
     """
 
     def __init__(self) -> None:

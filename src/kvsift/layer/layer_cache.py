@@ -39,10 +39,10 @@ class LayerCache:
         like: a tensor with the device and dtype of the keys.
         stats: counters.
         reserve: tokens a sequence is expected to reach.
-        messages: of all layers of the model, for methods that send some upwards; by default this layer is alone.
+        messages: messages between the layers of the model, for methods that send some; by default this layer is alone.
         placement: where KV is (``plan.placement``).
         table: pages of the sequences, which all layers of a cache share; by default this layer has its own.
-        guards: of the sequences, likewise.
+        guards: guards of the sequences, likewise.
 
     Attributes:
         store: keys, values and page summaries.

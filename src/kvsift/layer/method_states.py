@@ -23,7 +23,7 @@ class MethodStates:
     continues with what prefill has left (``Plan.evicts_prompt``).
 
     Args:
-        plan: whose methods they belong to.
+        plan: the plan whose methods they belong to.
         shape: the layer.
         num_rows: sequences in the batch.
         inherited: states of unchanged rules.

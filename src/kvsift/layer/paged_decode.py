@@ -55,7 +55,7 @@ class DecodeBatch:
         table: int32 [batch, max_pages], physical pages of each sequence, enough for all tokens to come.
         lengths: tokens cached per sequence so far.
         page_size: tokens per page.
-        budgets: of each sequence's decode rule; None where the sequence is dense.
+        budgets: budget of each sequence's decode rule; None where the sequence is dense.
         capacity: units that a list can hold; by default what ``budgets`` need.
         unit_size: tokens per unit of the lists; a page by default.
         block: unless 0, number of neighbouring rows that are consecutive tokens of one sequence, and the bits of a row
@@ -64,7 +64,7 @@ class DecodeBatch:
     Attributes:
         sizes: how many sequences a step may have, which are the first ones then; by default all.
         ranked: most units of a list of which some are left out; None: as many as it holds.
-        dense_bytes: of the workspace of dense sequences, at most; None: as many as fill the device.
+        dense_bytes: most bytes of the workspace of dense sequences; None: as many as fill the device.
         launches: workspaces of single launches, by kind and shape of a layer, then by number of sequences.
     """
 
@@ -121,7 +121,7 @@ class DecodeBatch:
             kind: a named tuple of tensors.
             shapes: number of sequences -> shapes of the tensors; None if the launch does not run.
             rows: number of them.
-            key: of the layers that share the workspace.
+            key: names the layers that share the workspace.
         """
         if (kind, *key) not in self.launches:
             by_size = {size: found for size in self.sizes if (found := shapes(size)) is not None}
@@ -163,7 +163,7 @@ class DecodeLayer:
         batch: the sequences.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim].
         summary: [num_kv_heads, num_pages, width] of the decode method's kind; None if the layer is dense.
-        method: of the decode rules.
+        method: method of the decode rules.
         table: physical pages, if this layer's differ from the batch's.
         sink_logit: [num_query_heads].
         dense_below: int32 [batch], lengths below which each sequence is dense here; mixed steps read it.
@@ -171,7 +171,7 @@ class DecodeLayer:
         estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
             (``kernels.sketch_attention``); None: they are not counted.
         anchor: the layer whose lists this one attends, instead of a summary.
-        heads: of each KV head, that of the anchor whose list it attends.
+        heads: for each KV head, that of the anchor whose list it attends.
         memory: for ``lists``, of a layer of this shape, which has attended before this one does; its own by default.
     """
 

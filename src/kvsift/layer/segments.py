@@ -23,9 +23,9 @@ class SegmentGroup:
     """Consecutive segments of a prompt under a rule: one that is dense, or sparse ones of equal length.
 
     Attributes:
-        rule: that selects.
+        rule: the rule that selects.
         is_dense: whether they see everything.
-        bounds: of the segments.
+        bounds: bounds of the segments.
     """
 
     rule: Rule
@@ -101,11 +101,11 @@ def groups_of(
     positions makes the answer independent of how the prompt was chunked.
 
     Args:
-        rule: by which they are attended.
+        rule: the rule by which they are attended.
         layer: true index.
         start, stop: positions.
         messages: layers of one pass share what they do not see densely.
-        row: of the pass.
+        row: row of the pass.
         together: segments of a group, at most; as many as there are by default.
     """
     if layer in rule.budget.dense_layers:

@@ -62,7 +62,7 @@ class CountingReader:
     """A ``KVReader``: what a method may read, with the bytes that it read to select.
 
     Args:
-        reader: of the sequence.
+        reader: reader of the sequence.
         messages: between the layers.
         address: (row, layer, key) of these queries' messages.
     """

@@ -16,8 +16,8 @@ class LayerSelections:
     """What one layer has selected.
 
     Attributes:
-        selecting_steps: that selected, or saw no more than sinks and window.
-        dense_steps: that saw everything.
+        selecting_steps: steps that selected, or saw no more than sinks and window.
+        dense_steps: steps that saw everything.
         counts: by unit size, steps in which a unit was selected, a mean over heads; float32 [units].
     """
 

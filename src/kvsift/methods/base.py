@@ -133,7 +133,7 @@ class Method:
         """Select from the candidates.
 
         Args:
-            state: of this sequence and layer.
+            state: state of this sequence and layer.
             shape: the layer.
             queries: [num_query_heads, num_queries, head_dim] of one segment, after RoPE.
             start: position of the first query.

@@ -52,7 +52,7 @@ class CritiPrefill(Method):
             the shares of the four products of extremes, averaged over the queries' and the larger; "bound": the largest
             logit that a query of the segment and a key of the block could have.
         fusion: average a segment's shares with those of the nearest selecting layer below.
-        weight_current: of this layer in that average; by default 0.75, and 0.25 with ``estimator="paper"``.
+        weight_current: weight of this layer in that average; by default 0.75, and 0.25 with ``estimator="paper"``.
         scaled: multiply products by the softmax scale, which the paper and its code leave out.
         rest: estimate what is not selected; false: leave it out.
     """

@@ -37,7 +37,7 @@ class LessIsMore(AnchoredMethod, ChunkedMethod):
     Attributes:
         correction: true index of the layer that selects anew; "auto": the published one of a model of 32 layers, in
             proportion; "none": no layer does.
-        recent_fraction: of the budget, sinks left out, for the most recent tokens.
+        recent_fraction: share of the budget, without sinks, for the most recent tokens.
         full_choice: layers that select attend everything.
     """
 

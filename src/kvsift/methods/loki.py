@@ -64,7 +64,7 @@ class Loki(ShareMethod):
     Attributes:
         rank: axes kept.
         calibration: file with the axes of this model; without it they are computed from the sequence.
-        axes: of the keys "after_rope" or "before_rope"; for a file alone.
+        axes: axes of the keys "after_rope" or "before_rope"; with a file alone.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")

@@ -72,7 +72,7 @@ class MagicPIG(Method):
     Attributes:
         bits: signs per code (K of the paper).
         tables: codes per key (L of the paper).
-        seed: of the projections and the draw.
+        seed: seed of the projections and the draw.
     """
 
     source: ClassVar[str] = "arXiv 2410.16179"

@@ -41,9 +41,9 @@ class PQCache(ScoringMethod):
 
     Attributes:
         parts: sub-vectors of a key (m of the paper).
-        bits: of a code: 2^bits centroids for each sub-vector and KV head.
-        iterations: of k-means.
-        seed: of the tokens that centroids start at.
+        bits: bits of a code: 2^bits centroids for each sub-vector and KV head.
+        iterations: number of iterations of k-means.
+        seed: draws the tokens that centroids start at.
     """
 
     source: ClassVar[str] = "arXiv 2407.12820"

@@ -20,7 +20,7 @@ class Random(PagedMethod):
     """Uniformly random units; the draw depends on seed, layer, head and position alone, so runs are reproducible.
 
     Attributes:
-        seed: of the draw.
+        seed: seed of the draw.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")

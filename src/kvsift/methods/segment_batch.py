@@ -32,8 +32,8 @@ class SegmentChoices:
 
     Attributes:
         bounds: start and stop of each.
-        candidates: of each; the first one is the same for all.
-        limits: of each, a number of units.
+        candidates: those of each; the first one is the same for all.
+        limits: most units of each.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -81,8 +81,8 @@ class SegmentRequests(Sequence[SegmentRequest]):
     """One request for each segment, made when it is read: a method that selects for all of them at once reads none.
 
     Args:
-        choices: of the segments.
-        queries: of all of them, [num_query_heads, num_queries, head_dim].
+        choices: choices of the segments.
+        queries: queries of all of them, [num_query_heads, num_queries, head_dim].
         reader_of: the reader of a segment, by start and stop.
     """
 
@@ -109,7 +109,7 @@ class SegmentSelections(Sequence[Selection]):
     """Selections of all segments in one tensor.
 
     Args:
-        choices: of the segments; each selects as much as it may.
+        choices: choices of the segments; each selects as much as it may.
         lists: int32 [num_segments, num_heads, first candidate + most], units before the first candidate and selected
             ones, ascending.
         counts: int32 [num_segments, num_heads], units listed; a list is undefined behind them.
@@ -138,7 +138,7 @@ def best_of_segments(scores: Tensor, requests: SegmentRequests) -> SegmentSelect
     Args:
         scores: float32 [num_segments, num_heads, count], column i is candidate first + i; columns beyond
             the candidates of a segment are ignored.
-        requests: for the segments.
+        requests: requests for the segments.
     """
     choices = requests.choices
     capacity = choices.first + choices.most

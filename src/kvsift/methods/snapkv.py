@@ -61,7 +61,7 @@ class SnapKV(DroppingMethod):
     """Tokens with the largest pooled weight for the last queries of the prompt.
 
     Attributes:
-        queries: of the observation window.
+        queries: number of queries in the observation window.
         kernel: tokens that are pooled, an odd number.
         pooling: "avg", with zeros beyond either end, or "max".
         heads: each "query" head keeps its own tokens, or the query heads of a "kv" head the same.

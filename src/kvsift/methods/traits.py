@@ -13,7 +13,7 @@ class Traits(NamedTuple):
         unbounded: every token is visible; the method takes no budget.
         slides: in prefill too, a query sees no more of the recent tokens than the window.
         repositions: ``Method.reposition`` gives the positions from which tokens are attended.
-        granularity: of a selection: "token", "page" or "block".
+        granularity: unit of a selection: "token", "page" or "block".
         fills: False: a selection may have fewer units than the limit, though the limit is no mass.
         keeps_all: False: a token that is left out once is never selected again.
         estimates_mass: scores are estimated logits, so ``Budget.mass`` applies.

@@ -39,9 +39,9 @@ class Step(Protocol):
             tokens: int64 [batch].
             angles: see ``angles``.
             batch: already advanced, so that its lengths count the tokens.
-            attention: of every layer.
+            attention: attention of every layer.
             summaries: kind -> pool that is written, of every layer.
-            mode: of attention.
+            mode: mode of attention.
             watched: receives the queries of every layer, [batch, num_query_heads, head_dim].
 
         Returns:

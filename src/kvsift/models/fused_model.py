@@ -54,7 +54,7 @@ class FusedModel:
 
         Args:
             tokens: int64 [num_new].
-            cache: of the model.
+            cache: a cache of the model.
             phase: "decode" attends each token as if it had been generated.
             pause: called between layers; may run other sequences through the model, and returns whether it has.
 
@@ -71,7 +71,7 @@ class FusedModel:
 
         Args:
             tokens: int64 [sequences].
-            caches: of the model, one for each sequence.
+            caches: caches of the model, one for each sequence.
 
         Returns:
             Logits [sequences, 1, vocabulary].

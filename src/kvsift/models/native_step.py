@@ -175,9 +175,9 @@ class NativeSequence:
     """The sequence of a cache, to which there are no objections.
 
     Attributes:
-        run: of the cache.
+        run: state of the cache.
         core: what the compiled core knows of it.
-        pools: of its layers.
+        pools: pools of its layers.
         start: position of the next token, once that has been asked for.
     """
 

@@ -90,8 +90,8 @@ class PackedEmbedding(_Packed):
 
     Args:
         matrix: [tokens, width].
-        dtype: of what is looked up.
-        scale: of the rows (Gemma 3), or None.
+        dtype: dtype of the rows that are looked up.
+        scale: scale of the rows (Gemma 3), or None.
     """
 
     embed_scale: Tensor | None

@@ -35,7 +35,7 @@ class Format:
     """Weights of few bits.
 
     Attributes:
-        bits: of a weight.
+        bits: bits of a weight.
         held_bits: the same with scales and zero points, at most.
         stays: device and dtype of rows -> whether weights stay so.
         where: they stay, in words.
@@ -64,7 +64,7 @@ class GroupedCodes:
         codes: uint8 [out, in].
         scales: [out, groups], floating point.
         zeros: int16 [out, groups], or None: all are half of the codes, 8 or 128.
-        bits: of a code, 4 or 8.
+        bits: bits of a code, 4 or 8.
         order: int64 [in], the group of each input; None: groups of equal size follow one another.
     """
 

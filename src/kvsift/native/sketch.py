@@ -59,7 +59,7 @@ def choose_sketched(
     Args:
         queries: [num_query_heads, head_dim] of one token.
         rows: uint8 [num_kv_heads, num_pages, layout.width] of the pages of the candidates, a tensor or ``PooledRows``.
-        layout: of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
+        layout: layout of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
         scale: logit = scale * q.k.
         first: tokens of the first page before the first candidate.
         count: candidates, which end in the last page.

@@ -28,8 +28,8 @@ class PlanCase:
     Attributes:
         plan: a ``Plan``, whose module imports this one.
         rope: how the model rotates queries and keys, or why that is not known.
-        model, settings: of transformers, and in its generation_config.json.
-        runner: of the model (``engine.model_runner``), or its fast path.
+        model, settings: a model of transformers, and the settings of its generation_config.json.
+        runner: the model's runner (``engine.model_runner``), or its fast path.
     """
 
     plan: Any

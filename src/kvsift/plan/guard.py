@@ -134,9 +134,9 @@ def decide(last: Mark, position: int, recovery: float, budget: Budget) -> Mark:
 
     Args:
         last: what held before it.
-        position: of the query.
+        position: position of the query.
         recovery: mean over heads and sparse layers.
-        budget: of the plan.
+        budget: budget of the plan.
     """
     assert budget.min_recovery is not None
     low, first = recovery < budget.min_recovery, position if last.first is None else last.first

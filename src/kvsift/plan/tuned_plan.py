@@ -41,10 +41,10 @@ class TunedPlan:
 
     Attributes:
         plan: the plan; the anchors of its method, if any, are those of the file that it names.
-        name, fingerprint: of the model (``checkpoint.fingerprint``).
+        name, fingerprint: those of the model (``checkpoint.fingerprint``).
         device: "cpu" or "cuda", where candidates were timed.
         report: what else the file holds, ready for JSON.
-        path: of the file that it was read from; None: it was not.
+        path: path of the file that it was read from; None: it was not.
     """
 
     plan: Plan
@@ -162,8 +162,8 @@ class ModelPlans:
     logged. It is looked for once.
 
     Args:
-        directory: of the model; None: it is not on this machine's disk.
-        device_type: on which the model runs, "cpu" or "cuda".
+        directory: directory of the model; None: it is not on this machine's disk.
+        device_type: type of the device that the model runs on, "cpu" or "cuda".
         model: how a command names the model; by default by its directory.
         no_guard: why there can be no guard; empty: there can be one.
     """

@@ -30,10 +30,10 @@ class ApiError(Exception):
     """A request that is refused, or failed.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         message, code, param: as OpenAI's clients show them.
         retry_after: seconds after which the request may succeed; None: never.
-        headers: of the response.
+        headers: headers of the response.
     """
 
     def __init__(

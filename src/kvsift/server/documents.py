@@ -28,7 +28,7 @@ class Documents:
     Args:
         send: a message to the engine, if there is one at the moment; returns whether there is.
         files: where they are kept between starts; None: nowhere.
-        salts: of the API keys; kept documents of others stay on the disk.
+        salts: salts of the API keys; kept documents of other keys stay on the disk.
     """
 
     def __init__(

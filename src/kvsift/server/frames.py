@@ -18,10 +18,10 @@ class AnswerRequest:
 
     Attributes:
         prompts: texts or token ids; none: it is a chat.
-        messages: of a chat, each with role and content.
+        messages: messages of a chat, each with role and content.
         document: id of the document before the first message; None: there is none.
         num_samples: answers to each prompt.
-        max_tokens: of each answer; None: what is usual in a chat.
+        max_tokens: most tokens of each answer; None: what is usual in a chat.
         plan: index of a plan of the server.
         min_recovery: guard of that plan, if another one is wanted.
         sampling: keywords of ``Sampling``. The seed is among them, so that an answer can go on after a crash.

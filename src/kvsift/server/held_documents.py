@@ -60,11 +60,11 @@ class HeldDocument(Generic[Question]):
     """A document and the questions that wait for it.
 
     Attributes:
-        seq: that prefills it, and holds its chunks; None before.
+        seq: the sequence that prefills it and holds its chunks; None before.
         kept: file of its prefill; None: none is kept.
         num_prefilled, num_reported: tokens that are cached, and those that the server was notified of.
         error: why it cannot be asked about; empty if it can.
-        growing: of the prompts about it.
+        growing: common text of the prompts about it.
     """
 
     key: str
@@ -90,8 +90,8 @@ class HeldDocuments(Generic[Question]):
     """Documents over the loop of an LLM, which shares prefill between their clients.
 
     Args:
-        llm: whose weights are loaded.
-        plan: of their prefill.
+        llm: an ``LLM`` whose weights are loaded.
+        plan: plan of their prefill.
         send: a message to the server.
         begin: starts a question whose document is ready; it may have been cancelled.
         refuse: ends a question whose document has failed, with the reason.

@@ -49,16 +49,16 @@ class ServerJob:
     """A request from submission to its last piece.
 
     Args:
-        key: of its messages.
-        request: for the engine.
+        key: names it in messages.
+        request: the request for the engine.
 
     Attributes:
-        answers: in the order of prompts, then samples.
-        prompt_tokens: of each prompt; None until the engine has accepted the request.
+        answers: answers in the order of prompts, then samples.
+        prompt_tokens: number of tokens of each prompt; None until the engine has accepted the request.
         num_prefilled: prompt tokens that are cached; None while it waits.
         is_sent: the present engine has it.
         crashes: times that the engine died with it, since it was last further than before.
-        error: that ended it.
+        error: the error that ended it.
         submitted, first_token: times.
     """
 

@@ -18,14 +18,14 @@ class Reply(TextOutput):
     """An output that keeps events until they are sent.
 
     Args:
-        request: of the sequence.
-        tokenizer, device: of the model.
+        request: request of the sequence.
+        tokenizer, device: those of the model.
         sent: tokens that were sent before the engine was restarted. They are decoded again, as they were, so what
             follows is what would have followed.
         strips: leave out white space before the text.
 
     Attributes:
-        events: of each step that was not sent its token (None for one that ends the text), the text that is certain
+        events: for each step that was not sent its token (None for one that ends the text), the text that is certain
             since then, and the log-probabilities of the tokens that text begins in: for each its label, bytes,
             log-probability, offset in the text and likeliest tokens.
     """

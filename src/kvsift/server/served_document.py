@@ -20,7 +20,7 @@ class ServedDocument:
     Attributes:
         key, name, text: the name is shown, and never opened.
         owner: client and salt (``AccessMiddleware``).
-        num_bytes: as uploaded.
+        num_bytes: size of the upload.
         tokens: None until the engine has counted them.
         num_prefilled: tokens that are cached.
         pinned: they stay cached for questions.

@@ -23,15 +23,15 @@ class ServerSettings:
 
     Attributes:
         model: keywords of ``kvsift.LLM`` besides the plan and the decode path.
-        plan: of requests that name none.
+        plan: plan of requests that name none.
         plans: further plans that requests may name.
-        threads: of the engine on the processor; None: as many as torch uses.
+        threads: the engine's threads on the processor; None: as many as torch uses.
         keep_tokens: size of the prefix cache, in tokens of answered prompts.
-        reserve_tokens: for which memory is allocated, and steps captured, before the first request, where steps are
+        reserve_tokens: tokens to allocate memory and capture steps for before the first request, where steps are
             captured; None: as many as requests may need at once, or as fit; 0: none.
         host, port: the address; port 0 is any free one.
         keys: API keys, one of which every request must carry; none: no key is asked for.
-        names: of the model for clients, the first one in answers; none: that of its folder.
+        names: names of the model for clients, the first one in answers; none: the name of its folder.
         hosts: further names under which clients may address the server.
         origins: origins of web pages that may use the server from a browser.
         max_waiting: requests that may wait for the engine; further ones are refused.
@@ -76,7 +76,7 @@ class PlanList:
     what it stands for. The plan of a request is compared as text and never parsed, so it opens no file.
 
     Args:
-        given: as the server was started with; the first is that of requests without one.
+        given: plans that the server was started with; the first is that of requests without one.
         resolved: the same plans as the engine writes them.
     """
 

@@ -42,18 +42,18 @@ class Supervisor:
     """Requests over an engine process.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         on_end: called with every request that has ended, or was cancelled.
 
     Attributes:
         state: "loading", "ready", "restarting" or "draining".
-        names: of the served model, the first one in answers; none until it is loaded.
-        positions: of the model; None: unlimited.
-        plans: that requests may name.
-        restarts: of the engine.
-        pid: of the engine process.
+        names: names of the served model, the first one in answers; none until it is loaded.
+        positions: number of positions of the model; None: unlimited.
+        plans: plans that requests may name.
+        restarts: number of restarts of the engine.
+        pid: process id of the engine process.
         gauges: sequences by state and pages by owner in the engine, as of its last heartbeat.
-        documents: that clients have uploaded.
+        documents: documents that clients have uploaded.
     """
 
     def __init__(self, settings: ServerSettings, on_end: Callable[[ServerJob], None]) -> None:

@@ -92,9 +92,9 @@ class Store(ABC):
         shape: the layer.
         page_size: tokens per page.
         lengths: tokens cached per sequence, evicted ones included.
-        token_bytes: of keys and values of one token.
+        token_bytes: bytes of keys and values of one token.
         table: pages of the sequences; None where every sequence has pages of its own.
-        kinds: of page summaries that are maintained and can be read.
+        kinds: kinds of page summaries that are maintained and can be read.
         rounds: keys are read otherwise than they were appended.
     """
 

@@ -17,7 +17,7 @@ class DeviceCache:
 
     Args:
         tokens: capacity; more if a single step requests more.
-        device: of the cache.
+        device: device of the cache.
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class DeviceCache:
         """Pieces of the pools [num_kv_heads, num_pages, page_size, width], copied to the device if not cached.
 
         Args:
-            pools: of keys and values, on the host.
+            pools: pools of keys and values, on the host.
             granules: int64 [num_heads, count] on the host; num_heads is a multiple of the KV heads.
             granule_size: tokens of a piece; divides the page size.
 

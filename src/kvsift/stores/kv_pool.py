@@ -31,14 +31,14 @@ class LayerPool:
         shape: the layer.
         page_size: tokens per page.
         like: a tensor with the device of the keys, and the dtype in which they come.
-        pages: which pages there are.
+        pages: counts references to its pages.
         coded_keys, coded_values: keep codes of 8 bits (``native.coded_rows``) instead.
         pinned: use page-locked host memory, which this device reads and writes on its own.
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
-        head_dim, dtype: of keys and values as they come and are read.
-        token_bytes: of keys and values of one token.
+        head_dim, dtype: those of keys and values as they are appended and read.
+        token_bytes: bytes of keys and values of one token.
         on_host: whether keys and values are in memory that the compiled core reads.
         summaries: kind -> [num_kv_heads, num_pages, width].
         lock: held while tokens are written or the tensors grow.
@@ -150,7 +150,7 @@ class KVPool:
 
     Attributes:
         pages: which pages are free.
-        layers: by true layer index.
+        layers: layers by true layer index.
         steady: what is attended must not depend, in any bit, on where its pages lie.
     """
 

@@ -20,7 +20,7 @@ class RowReader:
     Args:
         pool: tensors of the layer.
         table: pages of the sequences.
-        row: of the table.
+        row: row of the table.
         length: tokens that the layer has cached of it.
         complete: summarises the page of a sequence that is being filled; called before that summary is read.
     """

@@ -31,7 +31,7 @@ class ResidentSpans:
     """Sinks and windows of the sequences of one layer.
 
     Args:
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -85,12 +85,12 @@ def windows(
     """Pieces of texts at random places, of one length, whose scored ends do not overlap.
 
     Args:
-        runner: whose tokenizer reads the texts.
-        texts: by name; pieces are taken from each in turn.
+        runner: has the tokenizer that reads the texts.
+        texts: texts by name; pieces are taken from each in turn.
         context: tokens before the scored ones; fewer where the texts are too short for so many.
         scored: tokens at the end of each piece.
-        count: of pieces.
-        seed: of the places.
+        count: number of pieces.
+        seed: draws the places.
 
     Raises:
         InputError: if the texts have no room for so many scored tokens.

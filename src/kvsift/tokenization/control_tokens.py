@@ -63,8 +63,8 @@ class Rendering(NamedTuple):
     """A prompt.
 
     Attributes:
-        text: as it is.
-        masked: of the same length, with masked contents.
+        text: the text as it is.
+        masked: a text of the same length, with masked contents.
         control: all control tokens and their ids.
     """
 
@@ -91,8 +91,8 @@ class Known:
         special: tokens that are special.
         sample: what the chat template writes around messages, also if another template replaces it.
         unknown: tokens that stand for characters without one of their own.
-        masks: for the characters of all these.
-        copies: by the control tokens that have other names.
+        masks: masks for the characters of all these.
+        copies: copies by the control tokens that have other names.
     """
 
     state: tuple[Any, ...]
@@ -160,10 +160,10 @@ class ControlTokens:
         """Return a prompt as tokens and, if asked for, where each one stands in its text.
 
         Args:
-            rendering: of the prompt.
+            rendering: rendering of the prompt.
             special: whether the tokenizer adds its special tokens.
             with_spans: asks for them.
-            growing: of the prompts that begin like this one.
+            growing: common text of the prompts that begin like this one.
 
         Raises:
             InputError: if contents spell control tokens, and the tokenizer cannot be copied.

@@ -31,7 +31,7 @@ class PromptFormat:
     """The prompt format of a model. Control tokens that a document, question or message spells are text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         template: text with {context} and, after it, {question}, used instead of the chat template.
         system: a system message for the chat template.
 
@@ -198,10 +198,10 @@ class DocumentPrompts:
     """The prompts of questions about a document, which all begin with the same tokens.
 
     Args:
-        form: of the prompts.
+        form: format of the prompts.
         context: the document.
         ids: what the prompts begin with; None: what all prompts have in common now.
-        growing: of the prompts.
+        growing: common text of the prompts.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class TextOffsets:
 
     Args:
         offsets: (start, stop) in the text of each token of the prompt; before, after and beyond it where there is none.
-        characters: of the text.
+        characters: number of characters of the text.
     """
 
     def __init__(self, offsets: Sequence[tuple[int, int]], characters: int) -> None:

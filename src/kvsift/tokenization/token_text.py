@@ -29,7 +29,7 @@ class TokenLabel(NamedTuple):
     """A token by itself.
 
     Attributes:
-        text: that it adds to a text; of a part of a character its bytes, as ``bytes:\\xf0\\x9f``.
+        text: what it adds to a text; of a part of a character its bytes, as ``bytes:\\xf0\\x9f``.
         data: its bytes; None if it is a part of a character and the tokenizer does not report which.
     """
 
@@ -41,7 +41,7 @@ class TokenDecoder:
     """The decoder of a tokenizer.
 
     Args:
-        tokenizer: of transformers; its users keep it alive.
+        tokenizer: a tokenizer of transformers; its users keep it alive.
 
     Attributes:
         special: ids of special tokens, which are text only if they are asked for.
@@ -172,7 +172,7 @@ class AnswerText:
     """The text that tokens add to a prompt, as they come.
 
     Args:
-        decoder: of the model's tokenizer.
+        decoder: decoder of the model's tokenizer.
         prompt: tokens before; of them only the end is read.
         left_out: tokens that are no text.
 

@@ -89,11 +89,11 @@ class BlockCache:
 
     Args:
         kv: [num_blocks, num_kv_heads, block_size, 2 * head_dim], as vLLM allocates it.
-        layout: of a block.
-        summaries: to maintain; page sizes divide the block size.
+        layout: layout of a block.
+        summaries: summaries to maintain; page sizes divide the block size.
 
     Attributes:
-        rows: by kind and page size, [num_kv_heads, num_blocks * block_size / page_size, width].
+        rows: rows by kind and page size, [num_kv_heads, num_blocks * block_size / page_size, width].
     """
 
     def __init__(self, kv: Tensor, layout: BlockLayout, summaries: Summaries) -> None:
@@ -213,12 +213,12 @@ def attend_token(
 
     Args:
         shape: the layer.
-        rule: whose methods keep no memory besides page summaries (``settings.read_plan``).
+        rule: a rule whose methods keep no memory besides page summaries (``settings.read_plan``).
         query: [num_query_heads, head_dim].
-        cache: of the layer.
+        cache: cache of the layer.
         blocks: int64 [num_blocks], physical blocks of the sequence, enough for ``length``.
         length: tokens.
-        tally: in which the query is counted.
+        tally: counts the query.
         sink_logit: [num_query_heads].
         is_probed: compare with exact attention.
     """

@@ -18,8 +18,8 @@ class PhaseCounters:
     """What the queries of a phase saw in all layers that plans apply to, for the log and for Prometheus.
 
     Attributes:
-        phase: whose queries these are.
-        rank: of the process among those that share the heads: the others see the same tokens, by other heads.
+        phase: the phase of these queries.
+        rank: rank of the process among those that share the heads: the others see the same tokens, by other heads.
         tally: the sums, one query for each token and layer; bytes are of the heads of this process.
     """
 

@@ -22,16 +22,16 @@ class EngineState:
     """State of one engine.
 
     Attributes:
-        plans: by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
-        counters, prompts: of all layers, in decode and in prefill.
+        plans: plans by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
+        counters, prompts: counters of all layers, in decode and in prefill.
         messages: between the layers of a step.
-        layers: that plans apply to, on a CPU.
-        summary_bytes: of all layers, besides vLLM's KV cache.
-        max_length: of a request, in tokens.
+        layers: layers that plans apply to, on a CPU.
+        summary_bytes: bytes of all layers, besides vLLM's KV cache.
+        max_length: greatest length of a request, in tokens.
         on_gpu: one kernel decodes all sequences, so that their plans have much in common.
         held: memory on a GPU for summaries to come (``gpu_backend.hold``).
         compiled: dtypes of caches whose kernels are.
-        reader: of plans for this model; None: they name none.
+        reader: reads plans for this model; None: they name none.
     """
 
     settings: Settings

@@ -28,12 +28,12 @@ class GpuCounters:
     """Counts and probes of the layers that share a batch.
 
     Args:
-        batch: of the layers.
+        batch: batch of the layers.
         layers: names of those that are sparse; a few of them are probed, the first and the last among them.
         every: steps between two probes; 0: there are none.
-        dtype: of queries.
-        token_bytes: of keys and values of a token, all KV heads.
-        index_bytes: of summaries per token, all KV heads.
+        dtype: dtype of queries.
+        token_bytes: bytes of keys and values of a token, all KV heads.
+        index_bytes: bytes of summaries per token, all KV heads.
 
     Attributes:
         probed: int64 [2], probes, and their recoveries (a mean over query heads) in units of 1 / WHOLE.

@@ -40,16 +40,16 @@ class BlockBatch(DecodeBatch):
     """Sequences that decode together by a block table of vLLM: the first ones, as many as a step has.
 
     Args:
-        rules: of decode, which sequences may have, of one method that keeps no memory; all have the first by default.
-        shape: of the layers.
-        max_rows, max_length: of a step.
+        rules: decode rules that sequences may have, of one method that keeps no memory; by default the first.
+        shape: shape of the layers.
+        max_rows, max_length: most sequences of a step, and their greatest length.
         dense_below: sequences shorter than this see everything.
-        device: of the model.
+        device: device of the model.
         allows_dense: a sequence may have no rule. Each layer then has a second launch, which costs up to 1 microsecond
             even where no sequence is dense.
 
     Attributes:
-        mode: of all steps.
+        mode: mode of all steps.
         totals: int64 [max_rows, 4], see ``place_pages``.
         visible: int64 [max_rows], tokens in the lists of all layers and KV heads.
         layers: names of those that have attended.

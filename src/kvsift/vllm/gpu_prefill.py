@@ -50,7 +50,7 @@ class PromptRow:
     """A sequence of a step that is prefilled by a rule.
 
     Attributes:
-        row: of the step.
+        row: row of the step.
         tokens: its new tokens, among those of the step.
         start: position of the first of them.
         blocks: int32 [max_blocks], of vLLM's cache.
@@ -115,7 +115,7 @@ class BlockRow(RowReader):
     Args:
         shape: the layer.
         layer: its keys, values and summaries.
-        kind: of the summaries.
+        kind: kind of the summaries.
         pages: int32 [num_pages] of the sequence.
         length: tokens cached.
     """
@@ -138,13 +138,13 @@ def attend_prompt(
     """Attend the new tokens of a prompt, whose keys and values are stored.
 
     Args:
-        row: of the step.
+        row: row of the step.
         shape: the layer.
         layer: its cache.
-        kind: of its summaries.
+        kind: kind of its summaries.
         queries: [num_new, num_query_heads, head_dim].
         messages: between the layers of the model.
-        tally: of prefill.
+        tally: counters of prefill.
         sink_logit: [num_query_heads], a learned extra logit.
         out: like ``queries``, written.
     """

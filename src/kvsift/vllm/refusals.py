@@ -19,7 +19,7 @@ class Served(NamedTuple):
     """A plan under vLLM: that of a server, a further one, or that of a request of so many tokens.
 
     Attributes:
-        device, dtype: of the model.
+        device, dtype: those of the model.
         cache_dtype: what a checkpoint asks for has taken the place of auto.
     """
 

@@ -25,7 +25,7 @@ class Settings:
     """What a server was started with.
 
     Attributes:
-        plan: of requests that name none.
+        plan: plan of requests that name none.
         plans: further plans, whose page summaries are maintained too.
         dense_below: shorter contexts are decoded densely, in tokens; None: where that is as fast.
         log_every_s: seconds between two lines of counters; 0: no lines.

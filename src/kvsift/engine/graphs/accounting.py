@@ -25,23 +25,23 @@ class CapturedSequence:
     """A sequence that captured steps decode.
 
     Attributes:
-        cache: of its keys and values.
+        cache: has its keys and values.
         stats: its counters.
         start: tokens cached before the first step.
         most: steps that may be needed.
         token: the next to feed, as far as the tokens of steps were read.
-        rule: of decode, its budget as it is now; None is dense.
+        rule: decode rule with its present budget; None is dense.
         sampling: how tokens are chosen.
-        guard: of its budget.
+        guard: guard of its budget.
         setup_s: what its group had spent on captures when it joined.
-        steps: whose tokens were read.
+        steps: number of steps whose tokens were read.
         done: it needs no more.
-        dense: of each step launched for it, whether it was dense.
+        dense: for each step launched for it, whether it was dense.
         sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.
         sparse_before: that number before each step launched.
         stale_from: the first position whose page has no summary yet, since dense steps write none.
         dense_below: context length below which it is dense, in the slots that it has.
-        sparse_mode: of a step in which all sequences are sparse and have its rule.
+        sparse_mode: mode of a step in which all sequences are sparse and have its rule.
         stays_dense: its guard has seen every budget fall short.
         budgets: budgets that it had before, each with the number of steps launched for it when it changed.
         counted: int64 [2 * layers], visible tokens and estimated shares (``Slots.results``) in the slots that it had
@@ -159,10 +159,10 @@ def add_steps(
 
     Args:
         stats: counters of the sequence.
-        layers: of the model.
+        layers: layers of the model.
         lengths: int64 [steps], tokens of the context in each step, its own included.
         sparse: bool [steps], which of the steps were sparse.
-        rule: of decode.
+        rule: decode rule.
         counted, budgets: as in ``CapturedSequence``.
         over_bus: as in ``add_counts``.
     """

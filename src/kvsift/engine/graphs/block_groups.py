@@ -47,11 +47,11 @@ class SequenceBlocks:
     """What a group keeps of a sequence.
 
     Attributes:
-        cache: of the sequence.
+        cache: cache of the sequence.
         pages: int32, of the sequence, those to come included.
         sampling: how its tokens are chosen.
-        rule: of its drafts.
-        place: of its block, which no other sequence of its kind (exact or not) has.
+        rule: rule of its drafts.
+        place: position of its block, which no other sequence of its kind (exact or not) has.
         setup_s: what the group had spent on captures when the sequence joined.
         blocks: tokens cached before each block, and its own.
         drafts: lengths of the context in the drafts.
@@ -363,7 +363,7 @@ class Setup:
     """Steps that are captured unless they are.
 
     Attributes:
-        choice: of the tokens of all sequences.
+        choice: choice of the tokens of all sequences.
         has_captured: whether one was not.
     """
 

@@ -60,12 +60,12 @@ class Drafts(NamedTuple):
     """Drafts that are launched.
 
     Attributes:
-        slots: that they run on.
-        places: of the sequences, before them.
-        counts: of each sequence.
+        slots: the slots that they run on.
+        places: states of the sequences before them.
+        counts: number of drafts of each sequence.
         tokens: int64 [steps * slots], on the device.
         counted: int64 [2 * layers] of each sequence, what they have counted (``Slots.results``).
-        clock: of them.
+        clock: measures them.
     """
 
     slots: Slots
@@ -84,11 +84,11 @@ class PlainStep(NamedTuple):
     """A step of one token for each sequence, launched and not read, and the steps to come that the slots are ready for.
 
     Attributes:
-        slots: that it runs on.
-        places: of the sequences, before it.
+        slots: the slots that it runs on.
+        places: states of the sequences before it.
         chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
-        clock: of the step.
-        number: of the step since its sequences were assigned.
+        clock: measures the step.
+        number: number of the step since its sequences were assigned.
     """
 
     slots: Slots

@@ -34,7 +34,7 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
 
     Args:
         slots: idle.
-        rule: of sparse attention.
+        rule: a sparse rule.
         reserved: tokens that the sequences have pages for.
 
     Returns:

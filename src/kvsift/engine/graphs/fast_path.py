@@ -42,7 +42,7 @@ class FastPath:
     """Captured decode steps and fused prefill of one model.
 
     Args:
-        device: of the model.
+        device: device of the model.
         path, dense_below, deterministic: see ``LLM``.
         place: where KV lives.
 

@@ -37,8 +37,8 @@ class Group(ABC, Generic[GroupMember]):
     """Sequences of a loop that take captured steps together.
 
     Args:
-        session: of their slots.
-        rotation: of their keys (``models.hf.pinning``).
+        session: captures their steps.
+        rotation: rotation of their keys (``models.hf.pinning``).
         most: sequences.
 
     Attributes:
@@ -64,7 +64,7 @@ class Group(ABC, Generic[GroupMember]):
         return self._session.table.all_runs if self._session.kv is kv else []
 
     def takes(self, seq: Sequence, rotation: int | None) -> bool:
-        """Return whether a sequence may join: steps rank by one method, sequences without a rule beside."""
+        """Whether a sequence may join: the rules of a group share a method, and dense sequences may be beside them."""
         assert seq.cache is not None
         rule, rules = rule_of(seq.request.plan), (rule_of(each.request.plan) for each in self._seqs)
         methods = {each.method for each in rules if each is not None}
@@ -73,10 +73,10 @@ class Group(ABC, Generic[GroupMember]):
 
     @abstractmethod
     def join(self, seq: Sequence) -> None:
-        """Take a sequence whose prompt is read."""
+        """Add a sequence whose prompt is prefilled."""
 
     def forget(self, seq: Sequence) -> None:
-        """Be without a sequence that has not joined."""
+        """Remove a sequence that failed to join."""
         self._seqs.pop(seq, None)
 
     def may_prepare(self, rule: Rule | None) -> bool:

@@ -28,7 +28,7 @@ class Session:
 
     Args:
         kv: the pool.
-        step: of the model.
+        step: step of the model.
         open_cache: returns an empty cache under a decode rule, over the pages of a table, and with a scratch page.
         crossover: returns the context length below which dense steps are faster.
         capture: False runs steps without graphs, for tests on a CPU.
@@ -36,7 +36,7 @@ class Session:
             attended by its own mode.
 
     Attributes:
-        table: of the scratch page.
+        table: page table of the scratch page.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Session:
         self.release()
 
     def need(self, num_pages: int) -> None:
-        """Make room for a sequence of so many pages, and soon for twice as many: it is said in powers of two."""
+        """Make room for a sequence of so many pages, rounded up to a power of two: captures are rarer as it grows."""
         if num_pages > self._pages:
             self._pages = 1 << (num_pages - 1).bit_length()
 
@@ -60,7 +60,7 @@ class Session:
         self._pages = max(self._pages, num_pages)
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors."""
         self._cache: SparseCache | None = None
         self._angles = torch.empty(0)
         self._graphs: Any = None  # the memory that they share

@@ -76,13 +76,13 @@ class Slots:
     """Buffers and graphs of ``num_slots`` sequences.
 
     Args:
-        step: of the model.
+        step: step of the model.
         angles: rotary angles of all positions.
-        cache: of all sequences; its pools must not move while this object is in use.
+        cache: cache of all sequences; its pools must not move while this object is in use.
         rules: decode rules that sequences may have, all of one method; None is dense.
         num_slots: sequences side by side.
-        max_pages: of a sequence.
-        pool: of memory that graphs share; None runs steps without graphs.
+        max_pages: most pages of a sequence.
+        pool: memory that graphs share; None runs steps without graphs.
         block: unless 0, so many slots are consecutive tokens of one sequence (``layer.paged_decode.DecodeBatch``). All
             are dense then, and write the summaries of the pages that they fill.
 
@@ -170,12 +170,12 @@ class Slots:
 
     @torch.inference_mode()
     def assign_blocks(self, blocks: Mapping[int, Block], steps: int = 1, drafted: Tensor | None = None) -> None:
-        """Assign neighbouring slots to the tokens of each block, by its place; the others are idle.
+        """Assign consecutive slots to the tokens of each block, from the slot of its place on; other slots are idle.
 
-        What is missing to a whole block repeats its last token at the same place, which changes nothing.
+        A block that is shorter than its slots repeats its last token at the same position, which changes nothing.
 
         Args:
-            blocks: by place.
+            blocks: blocks by place.
             steps: more than one if each block has one token: each later step feeds the token that the one before has
                 chosen.
             drafted: int64 [number], tokens on the device; ``drafts_at`` of a place there may stand for a token.
@@ -198,7 +198,7 @@ class Slots:
         """Set what each slot feeds, without waiting for the device and in few launches, since it waits meanwhile.
 
         Args:
-            fed_and_noise: of each slot; and random numbers, int64 [steps, slots], None where no token is drawn.
+            fed_and_noise: what each slot is fed; random numbers, int64 [steps, slots], None where no token is drawn.
             drafted: int64, tokens on the device.
         """
         feeds, noise = fed_and_noise

@@ -58,8 +58,8 @@ class ExactDecoder:
         learns: the plan learns from verifications, which then take longer than dense steps.
 
     Attributes:
-        pace: as given.
-        drafts: as given.
+        pace: the pace as given.
+        drafts: the drafts as given.
         is_paused: nothing is proposed now, and drafts need not learn from this step: they pause, or the time of a dense
             step is to be measured.
         report: what was done so far.

@@ -60,7 +60,7 @@ def step_exactly(
     """Feed the last token of each sequence, and those after it that are proposed and accepted.
 
     Args:
-        model: of the sequences.
+        model: drafts and verifies.
         seqs: exact ones, that decode in one group.
         notify: called with what follows each token that is fed, in their order, which ``num_cached`` counts from then
             on; returns the token that was chosen, None if the answer has ended.

@@ -66,10 +66,10 @@ class Measured:
         drafted: drafts that were accepted.
         draft: seconds of one token that is drafted.
         verify: number of tokens -> seconds of their verification.
-        drafts: of each sequence in the next step.
+        drafts: tokens that each sequence drafts in the next step.
         is_paused: drafts did not pay when they were last tried.
         pause: steps until the next try, once they have not paid.
-        left: of these, steps to come.
+        left: steps that are left of these.
         since_dense: steps since a dense one was measured.
     """
 
@@ -91,7 +91,7 @@ class Measured:
         """Decide how many tokens sequences draft in the next step.
 
         Args:
-            shares: of the drafts of each sequence, as far as they are known.
+            shares: accepted share of the drafts of each sequence, as far as it is known.
             most: tokens that may be drafted; 0: none can be.
         """
         is_waiting, self.left = self.left > 0, max(self.left - 1, 0)
@@ -150,7 +150,7 @@ class Pace:
     """Lengths of the proposals of one answer. Times decide, but change no token.
 
     Attributes:
-        measured: by this answer and those like it.
+        measured: what this answer and those like it have measured.
     """
 
     measured: Measured

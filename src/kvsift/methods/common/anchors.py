@@ -33,7 +33,7 @@ class Reuse:
 
     Attributes:
         anchor: true index of the layer that selects.
-        heads: of each KV head of the layer, the KV head of the anchor whose selection it takes; the two layers have
+        heads: for each KV head of the layer, the KV head of the anchor whose selection it takes; the two layers have
             equally many.
         recovery: attention expected on what the layer sees, as a share of that with selections of its own.
     """

@@ -39,7 +39,7 @@ def write(path: Path, directions: Mapping[str, Tensor], origin: Origin, recipe: 
     """Write a calibration file; an existing one is replaced at once, as a whole.
 
     Args:
-        path: of the file.
+        path: path of the file.
         directions: float32, by KIND.LAYER.
         origin: the model.
         recipe: how they were computed, ready for JSON.

@@ -153,11 +153,11 @@ def select_remaining(
     """Select the remaining candidates for the query at ``start``, after each row has dropped those of least worth.
 
     Args:
-        drops: of this sequence; updated.
+        drops: dropped tokens of this sequence; updated.
         candidates, limit: as for ``Method.select``.
         start: position of the query.
-        device: of the selection.
-        worth: of the remaining tokens before the query.
+        device: device of the selection.
+        worth: worth of the remaining tokens before the query.
         prefer: marks candidates that always stay.
     """
     first, stop = candidates.first, candidates.stop

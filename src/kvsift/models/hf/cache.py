@@ -178,12 +178,12 @@ class SparseCache(DynamicCache):
         pages.
 
         Args:
-            shapes: of the layers.
+            shapes: shapes of the layers.
             like: a tensor with the device and dtype of the keys.
             length: full pages.
             stale: some of the pages lack summaries that the plan needs.
             chunk_size: tokens that were read in one pass.
-            sealed: of a cache that has prefilled the tokens under the same plan.
+            sealed: what methods keep of a cache that has prefilled the tokens under the same plan.
         """
         for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
             layer.adopt(shape, like, length, stale, chunk_size, own)

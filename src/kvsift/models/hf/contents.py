@@ -75,10 +75,10 @@ def fill(
     """Fill an empty cache.
 
     Args:
-        cache: of the model, under any plan with the same rule of prefill.
-        numbers: of every layer.
+        cache: a cache of the model, under any plan with the same rule of prefill.
+        numbers: numbers of every layer.
         read: returns the tensors of a layer, which are copied.
-        device, dtype: of the model.
+        device, dtype: those of the model.
         chunk_size: tokens that methods observe at once.
     """
     for index, layer in enumerate(cache.layers):

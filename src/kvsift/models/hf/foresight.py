@@ -23,7 +23,7 @@ class Foresight:
     """Hooks on the attention modules of a model that give every layer of a cache its foreseen queries.
 
     Args:
-        model: with kvsift's attention.
+        model: a model with kvsift's attention.
 
     Raises:
         UnsupportedModel: if it has no known attention modules.

@@ -51,7 +51,7 @@ class TransformersStep:
 
     Args:
         model: one that ``Adapter.attach`` has taken, and to which there are no ``objections``.
-        rotation: of the cache (``models.hf.pinning``).
+        rotation: rotation of the cache (``models.hf.pinning``).
     """
 
     objections: ClassVar[Objections] = (  # to models

@@ -74,10 +74,10 @@ def count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[s
     """Return how many tokens at the end of a forward pass are generated ones, drafts to verify included.
 
     Args:
-        run: of the cache.
-        cache: that holds the tokens so far.
+        run: state of the cache.
+        cache: holds the tokens so far.
         num_new: tokens of the forward pass.
-        kwargs: of the forward pass.
+        kwargs: arguments of the forward pass.
         calls: methods of the model that this thread is running.
 
     Raises:

@@ -14,8 +14,8 @@ class LateWeight:
     """A weight that is to be expanded, or replaced by one of few bits.
 
     Args:
-        shape: of the weight.
-        dtype: of the expanded weight.
+        shape: shape of the weight.
+        dtype: dtype of the expanded weight.
         expand: returns it expanded, on the CPU.
         held: what is to take its place; transformers reads NaN without memory then.
     """

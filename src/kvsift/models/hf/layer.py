@@ -90,7 +90,7 @@ class SparseLayer(AttendingLayer):
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim].
 
         Args:
-            shape: of the layer.
+            shape: shape of the layer.
             queries: [batch, num_query_heads, num_new, head_dim].
             mask: bool [batch, 1, 1, columns], True for real tokens; None: as before, and all new tokens are real.
             sink_logit: see ``SparseAttention``.
@@ -168,10 +168,10 @@ class SparseLayer(AttendingLayer):
         """Begin an empty layer of one sequence with tokens that were cached elsewhere (``LayerCache.restore``).
 
         Args:
-            shape: of the layer, without what belongs to the model.
+            shape: shape of the layer, without what belongs to the model.
             keys, values: [num_kv_heads, num_tokens, width], on any device.
             summaries: page size -> kind -> [num_kv_heads, num_pages, width]; those that are missing are computed.
-            device, dtype: of the model.
+            device, dtype: those of the model.
             chunk_size: tokens that methods observe at once.
         """
         like = torch.empty(1, 0, dtype=dtype, device=device)

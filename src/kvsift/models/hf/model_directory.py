@@ -74,7 +74,7 @@ class LayerKV:
 
     Attributes:
         layer: true index in the model.
-        num_kv_heads, head_dim: of this layer; layers may differ.
+        num_kv_heads, head_dim: shape of this layer; layers may differ.
         window: the most recent tokens that it keeps; None: it keeps all.
     """
 

@@ -98,7 +98,7 @@ class RopePinning:
     """Hooks and wrappers that keep the rotation of every cache of a model.
 
     Args:
-        model: with ``limits``.
+        model: a model with ``limits``.
         limits: lengths beyond which its rotation changes.
         is_sparse: whether the layers of a cache are kvsift's, or will be.
     """

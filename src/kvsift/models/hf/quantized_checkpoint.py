@@ -29,8 +29,8 @@ class QuantizedCheckpoint:
     """Weights of few bits in the files of a directory.
 
     Attributes:
-        files: of the directory.
-        format: of the weights.
+        files: files of the directory.
+        format: format of the weights.
         blocks: name of a layer -> outputs and inputs that share a scale.
         shapes: name of a layer -> [out, in].
     """

@@ -30,7 +30,7 @@ class Spelling(NamedTuple):
     """How the files have a layer: the last parts of the names of its tensors.
 
     Attributes:
-        kind: of its values: "float", or "int" and the numbers of bits that are read.
+        kind: kind of its values: "float", or "int" and the numbers of bits that are read.
         values, dtype: its values, and their dtype as safetensors names it; words of 32 bits have several.
         order: groups of the inputs.
         by_input: whether values and scales have a row per input.
@@ -61,10 +61,10 @@ class StoredFormat:
 
     Attributes:
         spelling: key of ``SPELLINGS``.
-        bits: of a weight.
-        blocks: of scales, each of a group of layers.
+        bits: bits of a weight.
+        blocks: blocks of scales, each for a group of layers.
         has_zeros: whether there are zero points.
-        offset: that is added to stored zero points.
+        offset: number that is added to stored zero points.
         kept: names of modules with other weights, or "re:" and a pattern.
         has_order: whether the inputs of a group need not follow one another.
         asks_for_kv: whether keys and values are to have 8 bits too.

@@ -24,7 +24,7 @@ def try_model(model: PreTrainedModel, takes_positions: bool) -> Rope | str:
     """Feed two tokens and check that every layer reaches kvsift's attention.
 
     Args:
-        model: with kvsift's attention.
+        model: a model with kvsift's attention.
         takes_positions: whether its forward takes position_ids.
 
     Returns:
