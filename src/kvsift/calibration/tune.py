@@ -43,9 +43,9 @@ BETWEEN = 0.75  # of the budget that was found, tried beside those
 LARGEST_SHARE = 0.6  # of a context that a budget may be: beyond it dense decoding is as good
 ROUNDS = {"cpu": 4, "cuda": 2}  # of times, of which the least counts: what else the machine does only adds to it
 TIMED_TOKENS = 6
-FIRST_TOKENS, GROWTH = 16, 4  # scored after each text at first, and how many times more each time after
+FIRST_TOKENS, GROWTH = 8, 4  # scored after each text at first, and how many times more each time after
 CONFIDENCE, BEYOND_DOUBT = 0.9, 0.975  # of the bound that has to meet the target, and of that which ends a candidate
-COMPARED_TEXTS = 4  # whose layers are compared
+COMPARED_TEXTS, COMPARED_TOKENS = 4, 16  # whose layers are compared, and over so many tokens after each
 RECOVERIES = (0.98, 0.95, 0.9, 0.8)  # least of layers that reuse selections, tried in this order
 GAIN = 0.98  # of the time, which layers that reuse selections have to save to be kept
 MEASURES = ("kl", "agreement", "recovery")
@@ -338,7 +338,7 @@ class Tuner:
         if not hasattr(rule.method, "anchors"):
             return chosen
         self._progress("comparing layers", 0, 1)
-        texts = [text._replace(ids=text.ids[: text.start + FIRST_TOKENS]) for text in self._texts[:COMPARED_TEXTS]]
+        texts = [text._replace(ids=text.ids[: text.start + COMPARED_TOKENS]) for text in self._texts[:COMPARED_TEXTS]]
         budget = rule.budget
         options = LayerOptions(min(budget.tokens or 128, texts[0].start // 4), budget.dense_layers)
         pairs = compare(self._runner, texts, options, partial(self._progress, "comparing layers"))
