@@ -131,7 +131,7 @@ class HostCrossover:
     def __init__(self, new_cache: Callable[[Plan, int], SparseCache]) -> None:
         self._new_cache = new_cache
         self._lock = Lock()
-        self._known: dict[str, tuple[int | None, int]] = {}  # the crossing, if it was found, and tokens decided about
+        self._known: dict[str, tuple[int | None, int]] = {}  # the crossover, if it was found, and tokens decided about
 
     def of(self, rule: Rule, length: int, model: FusedModel) -> int:
         """The length below which a context is to be decoded densely, for a request of ``length`` tokens in all."""
