@@ -1,6 +1,6 @@
 """Imports point down: cli > server | texts > calibration > api > engine > tokenization > models | vllm > layer > plan >
-methods | stores > indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe |
-studies > bench > eval > stored > numbers.
+methods | stores > indexes > kernels | checkpoint > native | gguf_file > types | errors | atomic_files | collector |
+threads; and the laboratory is above everything: cli > docs > probe | studies > bench > eval > stored > numbers.
 
 Folders side by side never import each other and nothing below imports the laboratory. Outside it, only ``models/hf``
 imports transformers and only the plugin vllm. What a user waits for first, ``import kvsift`` and ``kvsift

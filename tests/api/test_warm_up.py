@@ -71,7 +71,7 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     assert captured == []
     assert llm.loop.pages.kv.moves == moves
     for seq, (text, plan, *rest) in zip(seqs, CASES):
-        assert seq.composed == ""
+        assert seq.path == "eager"
         other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if seq.decoder else plan, *rest)
         if seq.decoder is None:
             assert_equal(seq, other)

@@ -68,7 +68,7 @@ def test_strict_fails_when_nothing_was_skipped(generate: Run) -> None:
 def test_short_contexts_can_be_decoded_in_full(generate: Run, text: Path) -> None:
     full = generate("--prompt-file", text, "--json", "--dense-below", 5000).document
     assert full["density"] == 1
-    assert full["path"] == "composed: no NVIDIA GPU"
+    assert full["path"] == "native"
     assert generate("--prompt-file", text, "--json", "--dense-below", 100).document["density"] < 0.2
 
 

@@ -253,7 +253,7 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
     settings = {"observer": None, "decoder": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
-    found: Any = SequenceRunner(made)._composed_reason(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
+    found: Any = SequenceRunner(made)._reason_uncaptured(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
 
@@ -297,7 +297,7 @@ def of_engine(built: dict[str, Any]) -> Iterator[tuple[str, Callable[[Plan], Any
     for device, path, place in settings:
         where = f"{device}, path={path}, {place}"
         made = runner(llama, device, path, place)
-        yield f"steps: {where}", made.composed_reason
+        yield f"steps: {where}", made.reason_uncaptured
         yield f"exact: {where}", lambda plan, made=made: exactness.check_exact(made, plan, True)
         steady = runner(llama, device, path, place, deterministic=True)
         yield f"exact: {where}, deterministic", lambda plan, made=steady: exactness.check_exact(made, plan, True)
@@ -312,7 +312,7 @@ def of_engine(built: dict[str, Any]) -> Iterator[tuple[str, Callable[[Plan], Any
         yield f"saved: {place}", lambda plan, made=made: saved_document.check_saving(made, plan, 0, Path())
         yield f"opened: {place}", lambda plan, made=made: saved_document._check_place(made, "opened")
     made = runner(llama, "cuda", applied="repetition_penalty=1.3")
-    yield "steps: cuda, with generation settings", made.composed_reason
+    yield "steps: cuda, with generation settings", made.reason_uncaptured
 
 
 def of_models_under_plans(built: dict[str, Any]) -> Iterator[tuple[str, Callable[[Plan], Any]]]:
@@ -322,7 +322,7 @@ def of_models_under_plans(built: dict[str, Any]) -> Iterator[tuple[str, Callable
             made = runner(model, "cuda", deterministic=deterministic)
             kind = f"{name}, deterministic" if deterministic else name
             if not deterministic:
-                yield f"steps: cuda, {name}", made.composed_reason
+                yield f"steps: cuda, {name}", made.reason_uncaptured
             yield f"exact: cuda, {kind}", lambda plan, made=made: exactness.check_exact(made, plan, True)
         for joins in (True, False):
             made = runner(model, joins=joins)
@@ -460,7 +460,7 @@ def verdicts() -> Verdicts:
                 found[question] = {spec: answer(ask, plan) for spec, plan in able.items()}
         with patch.object(fast_path, "HAVE_TRITON", False):
             found["steps: cuda without Triton"] = {
-                spec: answer(runner(built["Llama"], "cuda").composed_reason, plan) for spec, plan in known.items()
+                spec: answer(runner(built["Llama"], "cuda").reason_uncaptured, plan) for spec, plan in known.items()
             }
         found |= dict(of_models(built))
         names = {who: names_of(who, known.get(who)) for who in {who for answers in found.values() for who in answers}}

@@ -52,7 +52,9 @@ def new_sequence(
 ) -> Sequence:  # fmt: skip
     ids = llm.tokenizer(text)["input_ids"]
     parsed = parse_plan(plan)
-    runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed, len(ids) + num_tokens, exact)
+    runs_as = (
+        parsed if llm.reason_uncaptured(parsed) is None else llm.uncaptured_plan(parsed, len(ids) + num_tokens, exact)
+    )
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
     return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
 

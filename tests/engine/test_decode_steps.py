@@ -309,8 +309,16 @@ def test_short_documents_are_dense_where_the_user_says_so(path: str, llama: Path
 
 
 def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert LLM(llama).generate("Once", max_new_tokens=1).path == "composed: no NVIDIA GPU"
-    assert LLM(llama, path="composed").generate("Once", max_new_tokens=1).path == "composed: requested"
+    assert LLM(llama).generate("Once", max_new_tokens=2).path == "native"
+    assert LLM(llama, path="composed").generate("Once", max_new_tokens=2).path == "composed: requested"
+    assert not LLM(llama).generate("Once", max_new_tokens=1).path, "no step was taken"
+    assert LLM(llama).generate("Once", plan="oracle_tokens:budget=128", max_new_tokens=2).path == (
+        "composed: no NVIDIA GPU; oracle_tokens ranks neither pages by their extremes nor tokens by their sketches"
+    )
+    watched = LLM(llama).generate("Once", max_new_tokens=2, passages=True)
+    assert watched.path == "composed: what is selected is recorded"
+    kept = LLM(llama).generate("Once", max_new_tokens=2, logprobs=1)
+    assert kept.path == "native", "only captured steps keep no probabilities"
     for directory, plan, says in (
         (llama, "oracle_tokens:budget=128", "oracle_tokens does not rank pages by a summary"),
         (llama, "quest:mass=0.9", "mass= chooses as many pages"),
@@ -318,7 +326,7 @@ def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pyt
     ):
         llm = LLM(directory, plan, path="eager")
         for _ in range(2):
-            assert says in llm.generate("Once", max_new_tokens=1).path
+            assert says in llm.generate("Once", max_new_tokens=2).path
         assert sum(says in record.message for record in caplog.records) == 1
         with refused("unsupported_plan: no NVIDIA GPU"):
             LLM(directory, plan, path="captured").generate("Once", max_new_tokens=1)

@@ -45,7 +45,7 @@ def test_sequences_of_several_plans_answer_side_by_side_as_alone(dense_below: in
     for seq, case in zip(seqs, cases):
         assert_equal(seq, alone(single, *case))
         assert seq.finish_reason == "length"
-        assert bool(seq.composed) == case[1].startswith("snapkv"), seq.composed
+        assert seq.path.startswith("composed") == case[1].startswith("snapkv"), seq.path
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
             assert_equal(seq, alone(composed, *case))
     assert_nothing_left(llm)
@@ -160,7 +160,7 @@ def test_what_a_client_chooses_itself_is_fed(llama: Path, monkeypatch: pytest.Mo
         return seq
 
     captured, composed = forced(new_llm(llama)), forced(new_llm(llama, "composed"))
-    assert captured.composed == ""
+    assert captured.path == "eager"
     assert tokens(captured) == tokens(composed)
     assert tokens(captured) != tokens(alone(new_llm(llama), text_of(400), QUEST, 20))
 

@@ -108,7 +108,7 @@ def assert_alike(one: SparseCache, other: SparseCache) -> None:
 
 
 def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
-    return fused.native._begin(cache) is not None
+    return fused.reason_composed(cache) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -179,7 +179,7 @@ class Chats(MeasuredChats):
 
     def state(self, row: Sequence) -> dict[str, Any]:
         pages = self.llm.loop.counts()["pages"]
-        return {"pages": pages | {"held": pages["unshared"] + pages["kept"]}, "path": row.composed or "captured"}
+        return {"pages": pages | {"held": pages["unshared"] + pages["kept"]}, "path": row.path}
 
 
 def gpu_llm(bench: str, folder: Path, **options: Any) -> LLM:

@@ -26,7 +26,7 @@ class Answer:
         plan: the plan as it was resolved.
         kv_bytes: size of keys, values and summaries at the end, of all prompts that shared a cache or a pool of pages.
         peak_memory_bytes: peak memory so far.
-        path: the decode path: "captured", or "composed: " and the reason.
+        path: of the decode steps: "captured", "native" or "composed: " and the reasons; empty if there was none.
         dense_below: steps were dense in contexts shorter than this.
         host: attention on the host: the compiled core with its instruction set and threads, or torch and the reason;
             empty if the host attended nothing.
@@ -54,7 +54,7 @@ class Answer:
     kv_bytes: int
     peak_memory_bytes: int
     stats: dict[str, Any] = field(default_factory=dict)
-    path: str = "composed"
+    path: str = ""
     dense_below: int = 0
     host: str = ""
     index: dict[int, list[dict[str, Any]]] = field(default_factory=dict)

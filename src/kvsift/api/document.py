@@ -176,9 +176,9 @@ class Document(Uncopied):
 
     def _executed(self, plan: Plan, more: int, is_observed: bool = False) -> Plan:
         """The plan as it runs on this machine with ``more`` tokens after the document."""
-        if self._runner.composed_reason(plan) is None:
+        if self._runner.reason_uncaptured(plan) is None:
             return plan
-        return self._runner.composed_plan(plan, self.num_tokens + more, is_observed)
+        return self._runner.uncaptured_plan(plan, self.num_tokens + more, is_observed)
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
@@ -319,7 +319,7 @@ class Document(Uncopied):
         on_text: Callable[[str], None] | None, question_phase: Phase, ignores_ends: bool,
     ) -> Answer:  # fmt: skip
         runner, before = self._runner, self._prefix
-        reason, more = runner.composed_reason(plan), len(ids) - self.num_tokens + options.max_new_tokens
+        reason, more = runner.reason_uncaptured(plan), len(ids) - self.num_tokens + options.max_new_tokens
         asked, plan = plan, self._executed(plan, more, options.exact or options.passages)
         prefix = self._prefilled(plan, more - 1)
         build_s, started, streamed = 0.0 if prefix is before else prefix.build_s, perf_counter(), on_text is not None
@@ -335,6 +335,4 @@ class Document(Uncopied):
         if seq.error is not None:
             raise seq.error
         seq.build_s += build_s
-        return runner.loop.call(
-            partial(answer_of_sequence, runner, seq, output.transcript, started - build_s, reason or "")
-        )
+        return runner.loop.call(partial(answer_of_sequence, runner, seq, output.transcript, started - build_s))

@@ -89,7 +89,7 @@ class Generation:
         raise error
 
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
-        runner, reason = self._runner, self._runner.composed_reason(self._plan)
+        runner, reason = self._runner, self._runner.reason_uncaptured(self._plan)
         if reason is None and runner.fast_path.is_required:
             check_captured(self._requests)
         return self._in_sequences(reason)
@@ -110,7 +110,7 @@ class Generation:
                 done = (min(output.num_prefilled, len(seq.request.ids) - 1) for output, seq in zip(outputs, seqs))
                 self._progress(sum(done), self._total)
         for index, (seq, output) in enumerate(zip(seqs, outputs)):
-            answer = partial(answer_of_sequence, runner, seq, output.transcript, self._started, reason or "")
+            answer = partial(answer_of_sequence, runner, seq, output.transcript, self._started)
             self._loop.call(partial(self._settle, index, seq, answer))  # counters may be on the device
         self._raise_error()
 
@@ -174,11 +174,10 @@ def log_of(request: Request) -> SelectionLog | None:
     return None if request.offsets is None else SelectionLog(len(request.ids))
 
 
-def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcript, started: float, path: str) -> Answer:
-    """Return the answer of a sequence that has ended; if it ended before it decoded, ``path`` tells why its steps would
-    have been composed."""
+def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcript, started: float) -> Answer:
+    """Return the answer of a sequence that has ended."""
     of_cache = seq.report or CacheReport(seq.request.plan, RunStats(), 0, {})
-    composed = path if seq.composed is None else seq.composed  # why it was, or would have been; empty: it was captured
+    is_captured = seq.path == runner.fast_path.name
     prompt_tokens, report, rule = len(transcript.request.ids), of_cache.stats.report(), rule_of(of_cache.plan)
     # the step of a position chooses the token after it, and the next one is the first under the larger budget
     guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
@@ -188,10 +187,6 @@ def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcrip
     if offsets is not None:
         log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a sequence that never ran
         passages = passages_of(log, offsets, of_cache.plan)
-    if composed:
-        path, dense_below = f"composed: {composed}", 0 if rule is None else rule.budget.min_context
-    else:
-        path, dense_below = runner.fast_path.name, seq.dense_below
     return Answer(
         text=transcript.text,
         token_ids=transcript.new_ids,
@@ -203,11 +198,11 @@ def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcrip
         kv_bytes=of_cache.kv_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
         stats=report,
-        path=path,
-        host=_host(runner) if composed else "",
+        path=seq.path,
+        host="" if is_captured else _host(runner),
         index=of_cache.index,
-        dense_below=dense_below,
-        setup_s=0.0 if composed else seq.setup_s,
+        dense_below=seq.dense_below if is_captured or rule is None else rule.budget.min_context,
+        setup_s=seq.setup_s,
         build_s=seq.build_s,
         finish_reason=transcript.finish_reason,
         guard=guard,

@@ -68,11 +68,12 @@ class LLM(Engine):
             on a GPU in captured steps, on a CPU with the fused forward pass. Answers with passages or ``exact`` select
             in all contexts.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
-            do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
+            do not; "composed" launches one operation after the other, on a CPU too; "eager" runs the steps of captured
+            graphs without capturing, for tests.
         keep_tokens: number of tokens of answered prompts that stay cached for prompts that share a prefix; weights must
             not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
             about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
-            share where steps are composed; captured, they have pages of their own.
+            share where steps are not captured; captured, they have pages of their own.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -135,8 +136,8 @@ class LLM(Engine):
 
     def warm_up(self, plans: Sequence[PlanSpec] = (), num_tokens: int | None = None) -> WarmUp:
         """Allocate the memory of prompts, capture the steps of the default plan, and dense ones, and compile what reads
-        prompts, before the first one comes; where steps are composed nothing is done. The pool of pages then grows, and
-        moves, no more, as long as prompts come one by one.
+        prompts, before the first one comes; where no steps are captured nothing is done. The pool of pages then grows,
+        and moves, no more, as long as prompts come one by one.
 
         Args:
             plans: further ones that prompts may have.
@@ -273,7 +274,8 @@ class LLM(Engine):
             stop_token_ids: further tokens that do.
             skip_special_tokens: True leaves all special tokens out of the text, False none; by default those without a
                 meaning of their own, such as bos and padding (``GenerateOptions``).
-            logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
+            logprobs: keep the log-probability of every token, and those of so many likeliest ones; captured steps
+                cannot.
             timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
                 does.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
@@ -347,10 +349,10 @@ class LLM(Engine):
         self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()  # the first call may capture or time trial steps, which no answer's time includes
         self.load()
-        reason = self.composed_reason(plan)
+        reason = self.reason_uncaptured(plan)
         check_exact(self, plan, options.exact)
         longest = max(map(len, prompts)) + options.max_new_tokens
-        runs_as = plan if reason is None else self.composed_plan(plan, longest, options.exact or options.passages)
+        runs_as = plan if reason is None else self.uncaptured_plan(plan, longest, options.exact or options.passages)
         started += perf_counter() - before
         requests = [
             self.request(ids, runs_as, choice, streamed, where, started, asked=plan)

@@ -39,7 +39,7 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: abc.Sequence[Plan], num_toke
     """See ``LLM.warm_up``. Steps of the first plan that selects serve dense sequences, too."""
     started = perf_counter()
     pooled = [plan for plan in plans if runner.reason_apart(plan) is None]
-    captured = [plan for plan in pooled if runner.composed_reason(plan) is None]
+    captured = [plan for plan in pooled if runner.reason_uncaptured(plan) is None]
     if not captured:
         return WarmUp(0, 0, perf_counter() - started)
     plan = next((plan for plan in captured if rule_of(plan) is not None), captured[0])

@@ -153,7 +153,7 @@ def decode_known(
         take: called with the number of a text and the logits [some, vocabulary] after its next tokens.
     """
     plan, probes = caches[0].run.plan, any(cache.stats.probe_every for cache in caches)
-    if runner.fast_path.enabled and not probes and runner.composed_reason(plan) is None:
+    if runner.fast_path.enabled and not probes and runner.reason_uncaptured(plan) is None:
         for numbers in _side_by_side(caches):
             steps = list(zip(*(tokens[number] for number in numbers), strict=True))
             captured = _CapturedSteps(runner, [caches[number] for number in numbers], steps)
@@ -162,11 +162,11 @@ def decode_known(
                     take(number, logits)
         return
     for column in zip(*tokens, strict=True):
-        for number, logits in enumerate(runner.loop.call(partial(_composed, runner, caches, column))):
+        for number, logits in enumerate(runner.loop.call(partial(_fed, runner, caches, column))):
             take(number, logits)
 
 
-def _composed(runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[int]) -> list[Tensor]:
+def _fed(runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[int]) -> list[Tensor]:
     """The logits [1, vocabulary] after one more token of each text."""
     if caches[0].run.plan.wants_hidden or (fused := runner.fast_path.fused(runner.model)) is None:
         return [runner.feed(cache, [token], phase="decode")[0, -1:] for cache, token in zip(caches, tokens)]

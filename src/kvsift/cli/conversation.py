@@ -191,7 +191,9 @@ class Conversation:
         if self._options.get("exact"):
             return "exact answers read everything. Leave out --exact to see what a plan selects."
         return (
-            "captured steps keep none. They are kept on a CPU." if self.llm.composed_reason(self.plan) is None else None
+            "captured steps keep none. They are kept on a CPU."
+            if self.llm.reason_uncaptured(self.plan) is None
+            else None
         )
 
     def ask(self, question: str) -> None:

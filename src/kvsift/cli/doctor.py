@@ -106,12 +106,15 @@ def _weights_path(name: str, device: Any) -> str:
 
 
 def _decode_path(on_gpu: bool) -> str:
+    from kvsift import native
     from kvsift.kernels.cuda_module import have_nvrtc
     from kvsift.kernels.triton_shim import HAVE_TRITON
 
     if not on_gpu or not HAVE_TRITON:
         needed = "Triton" if on_gpu else "an NVIDIA GPU"
-        return f"composed, one operation after the other; captured ones, in a CUDA graph, need {needed}"
+        composed = f"composed, one operation after the other; captured ones, in a CUDA graph, need {needed}"
+        is_native = not on_gpu and native.available()
+        return f"native, in one call, where plan and model allow it; else {composed}" if is_native else composed
     if have_nvrtc():
         return "captured in a CUDA graph; page-sparse attention in one launch"
     return (

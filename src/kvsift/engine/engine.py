@@ -65,8 +65,8 @@ class Engine(ModelRunner):
         afterwards."""
         self.loop.stop()
 
-    def composed_plan(self, plan: Plan, length: int, is_observed: bool = False) -> Plan:
-        """The plan of a composed request with decode dense in contexts below ``dense_below``.
+    def uncaptured_plan(self, plan: Plan, length: int, is_observed: bool = False) -> Plan:
+        """The plan of a request without captured steps, with decode dense in contexts below ``dense_below``.
 
         On a CPU, where that is "auto", steps are timed between two steps of the engine: once per plan, and again for
         requests that are longer than those before as long as dense steps are faster.

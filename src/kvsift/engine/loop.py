@@ -464,7 +464,7 @@ class Loop(EngineThread):
         try:
             return self._runner.groups(seqs)
         except Exception as error:
-            failed = next((seq for seq in seqs if seq.composed is None), None)  # they begin in order
+            failed = next((seq for seq in seqs if not seq.path), None)  # they begin in order
             if failed is None:
                 raise
             self._end(failed, "error", error)

@@ -235,14 +235,14 @@ class ModelRunner(Uncopied):
             )  # fmt: skip
         return ids[1:]
 
-    def composed_reason(self, plan: Plan) -> str | None:
-        """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.
+    def reason_uncaptured(self, plan: Plan) -> str | None:
+        """Why decode steps under a plan are not captured; None: they are. The first call may capture a trial step.
 
         Raises:
             InputError: if captured steps are required.
         """
         self.load()
-        return self.fast_path.composed_reason(plan, self._model, self.generation_settings)
+        return self.fast_path.reason_uncaptured(plan, self._model, self.generation_settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a sequence under a plan has pages of its own; None if they may be in a pool with those of others."""

@@ -175,7 +175,7 @@ class ConstrainedChooser:
         return processors, tokens.to(self._device)
 
     def __call__(self, logits: Tensor | int) -> int:
-        assert isinstance(logits, Tensor), "these settings make steps composed"
+        assert isinstance(logits, Tensor), "with these settings no step is captured"
         token = self._choose(self._changed(logits, self._length))
         self._note(token, self._length)
         self._length += 1

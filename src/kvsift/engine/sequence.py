@@ -81,7 +81,7 @@ class Sequence:
         in_pool: its pages are in the pool that sequences share.
         report: report of the cache, once the sequence has ended.
         steps: what the model keeps of a sequence that takes captured steps.
-        composed: why it takes none; empty if it does, None before it decodes.
+        path: "captured" (or "eager"), "native", or "composed: " and the reasons; empty before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
         build_s: seconds in which the cache of its prefix built what decode needs under its plan.
     """
@@ -111,7 +111,7 @@ class Sequence:
     in_pool: bool = True
     report: CacheReport | None = None
     steps: Any = None
-    composed: str | None = None
+    path: str = ""
     setup_s: float = 0.0
     build_s: float = 0.0
     dense_below: int = 0

@@ -93,7 +93,7 @@ class SequenceRunner:
         stays for later ones."""
         page_size = plan.page_size or self.page_size
         apart = page_size == self.page_size or self.steady or self._runner.place.in_host_memory
-        if apart or any(rule.evicts for rule in plan.rules) or self._runner.composed_reason(plan) is not None:
+        if apart or any(rule.evicts for rule in plan.rules) or self._runner.reason_uncaptured(plan) is not None:
             return None
         return self._pools.setdefault(page_size, KVPool())
 
@@ -234,25 +234,26 @@ class SequenceRunner:
 
     def groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
         """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin
-        in their order, and have ``composed`` then: one that cannot begin is the first without."""
+        in their order, and have a ``path`` then: one that cannot begin is the first without."""
         for seq in seqs:
-            if seq.composed is None:
+            if not seq.path:
                 self._begin_steps(seq)
         captured = [[seq for seq in seqs if seq.steps is group] for group in self._groups]
         parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
-        composed, joined = [seq for seq in seqs if seq.steps is None], list[Sequence]()
+        others, joined = [seq for seq in seqs if seq.steps is None], list[Sequence]()
         if self._fused is not None and self._fused.joins:
-            plans = [seq.request.plan for seq in composed]
+            plans = [seq.request.plan for seq in others]
             joins = [plan.can_undo and not plan.wants_hidden for plan in plans]
-            joined = [seq for seq, is_joined in zip(composed, joins) if is_joined and seq.decoder is None]
+            joined = [seq for seq, is_joined in zip(others, joins) if is_joined and seq.decoder is None]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
-        return [*chain(*parts), *groups, *([seq] for seq in composed if seq not in joined)]
+        return [*chain(*parts), *groups, *([seq] for seq in others if seq not in joined)]
 
     def _begin_steps(self, seq: Sequence) -> None:
-        """Decide whether a sequence takes captured steps, and let it join others."""
+        """Decide which steps a sequence takes, and let it join others in captured ones."""
         assert seq.cache is not None
-        if reason := self._composed_reason(seq):
-            seq.composed = reason
+        if reason := self._reason_uncaptured(seq):
+            against = "" if seq.observer is not None else self._reason_composed(seq.cache)
+            seq.path = "native" if against is None else "composed: " + "; ".join(filter(None, [reason, against]))
             return
         rotation, kv = seq.cache.rotation, seq.cache.table.kv
         kind = BlockGroup if self._takes_blocks(seq) else SequenceGroup
@@ -265,7 +266,7 @@ class SequenceRunner:
         except BaseException:
             group.forget(seq)
             raise
-        seq.steps, seq.composed = group, ""
+        seq.steps, seq.path = group, self._runner.fast_path.name
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is SequenceGroup
@@ -299,15 +300,19 @@ class SequenceRunner:
     def _takes_blocks(self, seq: Sequence) -> bool:
         return self._runner.fast_path.takes_blocks(seq.request.plan, seq.decoder is not None, self._runner.model)
 
-    def _composed_reason(self, seq: Sequence) -> str | None:
-        """Why the steps of a sequence are composed; None: they are captured."""
+    def _reason_uncaptured(self, seq: Sequence) -> str | None:
+        """Why the steps of a sequence are not captured; None: they are."""
         if seq.observer is not None:
             return "what is selected is recorded"
         if seq.decoder is not None and not self._takes_blocks(seq):
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
-        return self._runner.composed_reason(seq.request.plan)
+        return self._runner.reason_uncaptured(seq.request.plan)
+
+    def _reason_composed(self, cache: SparseCache) -> str | None:
+        """Why steps that are not captured are composed, for a cache; None: they are native. "": they could not be."""
+        return "" if self._runner.device.type != "cpu" or self._fused is None else self._fused.reason_composed(cache)
 
     def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:
         """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""

@@ -47,6 +47,12 @@ class FusedModel:
         layers = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._step.layers]
         return all(each.in_core for each in (self._step.head, *chain(*layers)))
 
+    def reason_composed(self, cache: SparseCache) -> str | None:
+        """Why ``decode`` composes the steps of a sequence on a CPU; None: they are native, beside others that are."""
+        if self.native is None:
+            return reason(self._step, NativeStep.of_weights) if AVAILABLE else "the compiled core is missing"
+        return reason(cache, NativeStep.of_caches)
+
     def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
     ) -> Tensor:

@@ -67,7 +67,7 @@ class NativeStep:
         (lambda cache: not cache.attentions or len(cache.attentions) < len(cache.layers), "some layer has no token"),
         (lambda cache: any(type(each.store) not in (PagedStore, HostStore) or not each.store.pool.on_host
                            for each in cache.attentions),
-         "its keys and values are not in pages in host memory"),
+         "its keys and values are not in pages that the core reads"),
         (lambda cache: any(each.store.num_rows != 1 or each.table is not cache.run.table for each in cache.attentions),
          "its layers have not one table of one sequence"),
         (lambda cache: any(layer.valid is not None for layer in cache.layers), "it has padding"),

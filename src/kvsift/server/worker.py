@@ -83,7 +83,7 @@ class Worker:
         for plan in self._plans:
             llm.check_plan(plan)
         llm.load()
-        self._reason = llm.composed_reason(llm.plan) or ""
+        llm.reason_uncaptured(llm.plan)  # captures its trial step now, or refuses the plan
         if settings["reserve_tokens"] != 0:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
@@ -230,7 +230,7 @@ class Worker:
             ids = prompts[prompt]
             most = self._max_new_tokens(ids, request.max_tokens)
             llm.check_prompts([ids], most, plan)
-            runs_as = llm.composed_plan(plan, len(ids) + most, options.exact or options.passages)
+            runs_as = llm.uncaptured_plan(plan, len(ids) + most, options.exact or options.passages)
             of_sequence = llm.request(
                 ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
                 streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,
@@ -318,7 +318,7 @@ class Worker:
         seq = opened.seq
         if seq.error is not None:
             return _ending_of(seq.error)
-        answer = answer_of_sequence(self._llm, seq, opened.reply.transcript, opened.started, self._reason)
+        answer = answer_of_sequence(self._llm, seq, opened.reply.transcript, opened.started)
         return {"finish": seq.finish_reason, "usage": usage_of(answer, seq.num_reused)}
 
 

@@ -185,16 +185,16 @@ class Store(ABC):
 
     def pools(self) -> Pools:
         """Tensors for captured steps, of a store that ``captures``."""
-        raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
+        raise NotImplementedError(f"steps over a {type(self).__name__} are not captured")
 
     def reserve_rows(self, lengths: Sequence[int]) -> None:
         """Reserve pages for sequences of these lengths, and a scratch page: up to them, no pool moves. As ``pools``."""
-        raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
+        raise NotImplementedError(f"steps over a {type(self).__name__} are not captured")
 
     def advance(self, row: int, length: int, stale_from: int | None = None) -> None:
         """Record that captured steps have written a sequence up to ``length``, without summaries of the tokens from
         position ``stale_from`` on, which are computed now. As ``pools``."""
-        raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
+        raise NotImplementedError(f"steps over a {type(self).__name__} are not captured")
 
     def num_stored(self, row: int) -> int:
         """Tokens of a sequence that are still stored."""

@@ -13,7 +13,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.eval.page.means import PlanMean, at_length, dense_of, lengths_of
 from kvsift_lab.eval.page.parts import Cell, Heading, Parts, Table, percent, shown, text_cell
 
-STEPS = {"captured": "CUDA graph", "": "-"}
+STEPS = {"captured": "CUDA graph", "": "-"}  # others are "native", or "composed: " and the reasons
 MIB = 1 << 20
 ALIKE = 0.1  # budgets with a smaller difference share a bar
 
@@ -44,7 +44,7 @@ def _times(means: Sequence[PlanMean], length: int | None) -> Table:
         spread = "-" if low is None else f"{_ms(low, 2)} to {_ms(high, 2)}"
         rows.append(
             [mean.label, _ms(mean.ttft_s, 1), _ms(middle, 2), spread, percent(middle, whole),
-             STEPS.get(mean.path, "eager"), mean.num_answers]
+             STEPS.get(mean.path, mean.path.partition(":")[0]), mean.num_answers]
         )  # fmt: skip
     soft = [index for index, mean in enumerate(means) if mean.is_reference]
     return Table(head, rows, f"{length:,} tokens" if length else "Files", soft)

@@ -24,7 +24,7 @@ class PlanMean:
         tokens: visible tokens, counted.
         tpot_s: first quartile, median, third quartile.
         kv_bytes: median.
-        path: decode path, "captured" for CUDA graphs.
+        path: of the decode steps (``Answer.path``).
     """
 
     name: str

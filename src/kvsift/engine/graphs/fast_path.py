@@ -103,14 +103,14 @@ class FastPath:
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
         return asked and reason(model, DecoderStep.objections) is None
 
-    def composed_reason(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
-        """Why decode steps of a model with these settings are composed; None: they are captured.
+    def reason_uncaptured(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
+        """Why decode steps of a model with these settings are not captured; None: they are.
 
         Raises:
             InputError: if captured steps are required.
         """
         case = PlanCase(plan, self._place, self._device.type == "cuda", model=model, settings=settings, runner=self)
-        _, against = verdict(case, {"captured": self.objections, "composed": ()})
+        _, against = verdict(case, {"captured": self.objections, "not captured": ()})
         for why in against:
             if self._path == "captured":
                 raise UnsupportedPlan(
@@ -118,7 +118,7 @@ class FastPath:
                 )
             if self.enabled and why not in self._logged:
                 self._logged.add(why)
-                log.warning("decode steps are composed, not captured: %s", why)
+                log.warning("decode steps are not captured: %s", why)
             return why
         return None
 

@@ -38,7 +38,7 @@ EXACT_STEPS: Objections = (  # captured
      "on a GPU the sums of a pass depend on its number of tokens, so that drafts could not be verified to the last "
      "bit. Open the model with deterministic=True (kvsift serve --deterministic), or leave exact out, with "
      "plan='dense'."),
-    (lambda case: case.runner.composed_reason(case.plan) or case.runner.reason_apart(case.plan),
+    (lambda case: case.runner.reason_uncaptured(case.plan) or case.runner.reason_apart(case.plan),
      "on a GPU, drafts are verified in captured steps, and {found}. Name another plan, or plan='dense'."),
     (lambda case: reason(case.runner.model, DecoderStep.objections), "{found}. Leave exact out, with plan='dense'."),
 )  # fmt: skip
