@@ -1,4 +1,4 @@
-"""An engine loop without an engine: it carries out decisions, keeps its own books, and checks each decision."""
+"""An engine loop without an engine: it carries out decisions, counts pages for itself, and checks each decision."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -202,7 +202,7 @@ class LoopModel:
         assert len(placed) == min(len(self.decoding), self.max_seqs)
         for seq in self.decoding.values():
             seq.paused = 0 if seq.key in placed else seq.paused + 1
-            assert seq.paused <= 16 * 2 * self.max_seqs, "every row has a place in the end"
+            assert seq.paused <= 16 * 2 * self.max_seqs, "every sequence has a place in the end"
 
     def check_states(self) -> None:
         """The scheduler has the same requests in the same states."""

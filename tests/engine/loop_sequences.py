@@ -10,7 +10,7 @@ from engine.tiny_directory import text_of
 from kvsift import LLM, Sampling
 from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput
@@ -49,24 +49,24 @@ def new_loop(llm: LLM, **options: Any) -> SequenceRunner:
 def new_sequence(
     llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Sampling = GREEDY, client: str = "",
     exact: bool = False,
-) -> Sequence:  # fmt: skip
+) -> EngineSequence:  # fmt: skip
     ids = llm.tokenizer(text)["input_ids"]
     parsed = parse_plan(plan)
     runs_as = (
         parsed if llm.reason_uncaptured(parsed) is None else llm.uncaptured_plan(parsed, len(ids) + num_tokens, exact)
     )
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
-    return Sequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
+    return EngineSequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
 
 
-def take_steps(llm: LLM, seqs: list[Sequence], after_step: Callable[[], object] = lambda: None) -> None:
+def take_steps(llm: LLM, seqs: list[EngineSequence], after_step: Callable[[], object] = lambda: None) -> None:
     while not all(seq.is_ended for seq in seqs):
         llm.loop.step()
         llm.loop.check()
         after_step()
 
 
-def alone(llm: LLM, *arguments: Any, **options: Any) -> Sequence:
+def alone(llm: LLM, *arguments: Any, **options: Any) -> EngineSequence:
     seq = new_sequence(llm, *arguments, **options)
     llm.loop.submit(seq)
     take_steps(llm, [seq])
@@ -74,7 +74,7 @@ def alone(llm: LLM, *arguments: Any, **options: Any) -> Sequence:
     return seq
 
 
-def together(llm: LLM, cases: Iterable[tuple[Any, ...]]) -> list[Sequence]:
+def together(llm: LLM, cases: Iterable[tuple[Any, ...]]) -> list[EngineSequence]:
     """Sequences that come at once, each with its arguments of ``new_sequence``."""
     seqs = [new_sequence(llm, *case) for case in cases]
     for seq in seqs:
@@ -83,18 +83,18 @@ def together(llm: LLM, cases: Iterable[tuple[Any, ...]]) -> list[Sequence]:
     return seqs
 
 
-def tokens(seq: Sequence) -> list[int]:
+def tokens(seq: EngineSequence) -> list[int]:
     found: list[int] = seq.output.transcript.new_ids  # type: ignore[attr-defined]
     return found
 
 
-def counters(seq: Sequence) -> dict[str, Any]:
+def counters(seq: EngineSequence) -> dict[str, Any]:
     report = seq.report.stats.report()
     guard = [(event["position"], event["from"], event["to"]) for event in report["guard"]]
     return {key: report["phases"]["decode"][key] for key in KEYS} | {"guard": guard}
 
 
-def assert_equal(seq: Sequence, other: Sequence) -> None:
+def assert_equal(seq: EngineSequence, other: EngineSequence) -> None:
     assert seq.error is None
     assert tokens(seq) == tokens(other)[: len(tokens(seq))]
     if seq.finish_reason == other.finish_reason:
@@ -112,9 +112,9 @@ def assert_nothing_left(llm: LLM) -> None:
     assert llm.loop.pages.kv.pages.num_pages == 0
 
 
-def history(llm: LLM, rng: random.Random) -> list[tuple[Sequence, tuple[Any, ...]]]:
+def history(llm: LLM, rng: random.Random) -> list[tuple[EngineSequence, tuple[Any, ...]]]:
     """Let sequences come and go until all have ended; returns each with its arguments."""
-    seqs: list[tuple[Sequence, tuple[Any, ...]]] = []
+    seqs: list[tuple[EngineSequence, tuple[Any, ...]]] = []
 
     def act() -> None:
         if rng.random() < 0.3 and len(seqs) < 8:

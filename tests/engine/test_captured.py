@@ -19,7 +19,7 @@ from kvsift.calibration.fidelity import DecodedText, FidelityScorer
 from kvsift.engine.graphs import fast_path, sequence_groups
 from kvsift.engine.graphs.slots import Slots
 from kvsift.engine.sampling import CHOICES
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.plan.syntax import parse_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -393,7 +393,7 @@ def test_sequences_of_the_loop_answer_as_alone_whoever_joins_and_leaves(director
     tied may change places."""
     how = {"deterministic": deterministic}
     single, model = (loop_sequences.new_llm(directory, "auto", "cuda", keep_tokens=keep, **how) for keep in (0, 1024))
-    known, equal, total = dict[tuple[Any, ...], Sequence](), 0, 0
+    known, equal, total = dict[tuple[Any, ...], EngineSequence](), 0, 0
     for seed in range(200):
         for seq, case in loop_sequences.history(model, random.Random(seed)):
             assert seq.error is None

@@ -12,7 +12,7 @@ from kvsift import LLM, Sampling
 from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
@@ -29,7 +29,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(directory, "dense", path="eager", device="cpu", dtype="float32", deterministic=True, chunk_size=GRID)
 
 
-def sequence_of(llm: LLM, number: int, has_own_mind: bool) -> Sequence:
+def sequence_of(llm: LLM, number: int, has_own_mind: bool) -> EngineSequence:
     """Every fourth is dense; with ``has_own_mind`` clients take other tokens now and then."""
     is_exact, sampling = number % 4 != 3, SAMPLINGS[number % 3]
     seq = new_sequence(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling, exact=is_exact)
@@ -82,7 +82,7 @@ def test_sequences_come_and_go_whatever_is_drafted(
     monkeypatch.setattr(Measured, "decide", decide)
     monkeypatch.setattr(Slots, "_run", checked)
     monkeypatch.setattr(BlockGroup, "_draft_behind", watched)
-    seqs, waiting = dict[int, Sequence](), rng.sample(range(SEQUENCES), SEQUENCES)
+    seqs, waiting = dict[int, EngineSequence](), rng.sample(range(SEQUENCES), SEQUENCES)
     while waiting or not all(seq.is_ended for seq in seqs.values()):
         if waiting and rng.random() < 0.15:
             seqs[waiting[-1]] = sequence_of(llm, waiting[-1], has_own_mind)

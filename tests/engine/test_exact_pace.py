@@ -95,13 +95,13 @@ def test_the_time_of_a_dense_step_is_of_steps_that_are_dense_and_teach_nothing(l
     decoder.learn(decoder.propose(3, 0, False), 0, 0.0, 0.010, False, 1)
     assert verify[1].seconds == 0.010, "it rests until this is known"
     decoder.learn(Proposal(), 0, 0.0, 0.020, False, 8)
-    assert verify[1].seconds == 0.010, "another row has proposed tokens"
+    assert verify[1].seconds == 0.010, "another sequence has proposed tokens"
     decoder.propose(4, 0, False)
     assert not decoder.is_paused
     decoder.learn(Proposal(), 0, 0.0, 0.020, False, 1)
     assert (verify[1].seconds == 0.010) == learns
     decoder.learn(Proposal([5, 6]), 2, 0.002, 0.030, False, 5)
-    assert verify.keys() == {1, 5}, "a step takes as long as its longest row"
+    assert verify.keys() == {1, 5}, "a step takes as long as its longest sequence"
 
 
 def test_repeats_and_drafts_are_compared() -> None:
@@ -157,10 +157,10 @@ def test_sequences_of_one_kind_draft_together() -> None:
                 accepted = next((k for k in range(count) if (number * 7 + place * 3 + k) % 2), count)  # about a half
                 seq.note_drafts(count, accepted, 0.0051)
     assert all(len(set(each)) == 1 for each in drafted)
-    assert sum(each[0] > 0 for each in drafted) > 1900, "a half accepted pays for four rows"
+    assert sum(each[0] > 0 for each in drafted) > 1900, "a half accepted pays for four sequences"
     alone = paced(verify={1: 0.0196, 8: 0.0203}, draft=0.0051, accepted=0, offered=2)
     decide_together([*seqs, alone], [7] * 5)
-    assert alone.choose(0, 0, 7).tokens == 0, "rows of other kinds decide for themselves"
+    assert alone.choose(0, 0, 7).tokens == 0, "sequences of other kinds decide for themselves"
 
 
 def test_a_pause_lasts_as_many_steps_for_several_sequences_as_for_one() -> None:

@@ -19,7 +19,7 @@ from kvsift.engine.graphs.block_launches import Drafts
 from kvsift.engine.graphs.feeds import Shift
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.pace import Amount, Pace
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.projection import Projection
@@ -49,7 +49,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_sequences_of_all_kinds_join_and_leave(llm: LLM) -> None:
     kinds = [(plan, exact) for plan in PLANS for exact in (False, True)]
 
-    def sequence_of(number: int) -> Sequence:
+    def sequence_of(number: int) -> EngineSequence:
         plan, exact = kinds[number]
         sampling, text = SAMPLINGS[number % 3], text_of(100 + 37 * number)
         return new_sequence(llm, text, plan, 16, sampling, exact=exact)
@@ -60,7 +60,7 @@ def test_sequences_of_all_kinds_join_and_leave(llm: LLM) -> None:
         take_steps(llm, [seq])
         expected.append(tokens(seq))
     for seed in range(3):
-        rng, seqs = random.Random(seed), dict[int, Sequence]()
+        rng, seqs = random.Random(seed), dict[int, EngineSequence]()
         waiting = rng.sample(range(len(kinds)), len(kinds))
         while waiting or not all(seq.is_ended for seq in seqs.values()):
             if waiting and rng.random() < 0.4:
@@ -160,7 +160,7 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
 
     monkeypatch.setattr(BlockGroup, "_draft", watched)
     monkeypatch.setattr(BlockGroup, "_note_drafts", noted)
-    texts, seqs = [text_of(length) for length in (200, 320, 510)], list[Sequence]()
+    texts, seqs = [text_of(length) for length in (200, 320, 510)], list[EngineSequence]()
     for number, text in enumerate(texts):
         seq = new_sequence(llm, text, PLANS[0], 60, sampling, exact=True)
         seq.decoder.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
@@ -182,7 +182,7 @@ def test_drafts_of_sequences_with_other_numbers_count_nothing_for_each_other(
     lengths = (24, 9, 15)
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(5, most)))
 
-    def run(chosen: tuple[int, ...]) -> list[Sequence]:
+    def run(chosen: tuple[int, ...]) -> list[EngineSequence]:
         seqs = []
         for number in chosen:
             seq = new_sequence(llm, text_of(200 + number), PLANS[0], number, exact=True)

@@ -24,7 +24,7 @@ from engine.tiny_directory import text_of
 from kvsift import LLM
 from kvsift.engine import schedule
 from kvsift.engine.graphs import sequence_groups
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 
 LONG = 3800  # tokens: 60 chunks
 SHORT = "Whose mill is it?"
@@ -36,13 +36,13 @@ class Launches:
     def __init__(self, llm: LLM) -> None:
         loop = self.loop = llm.loop
         self.counts: Counter[str] = Counter()
-        self.arriving: list[Sequence] = []
-        self.together: list[list[Sequence]] = []  # sequences of each step
+        self.arriving: list[EngineSequence] = []
+        self.together: list[list[EngineSequence]] = []  # sequences of each step
         self.paused: set[int] = set()  # sequences for which a step had no place
         loop.clock = lambda: 0.0
         read, decode, groups = loop._prefill, loop._decode, loop._groups
 
-        def counted_read(seq: Sequence, *arguments: Any) -> None:
+        def counted_read(seq: EngineSequence, *arguments: Any) -> None:
             if self.arriving and seq.request.client != self.arriving[0].request.client:
                 self._submit()  # while this chunk runs
             self.counts[seq.request.client] += 1
@@ -54,7 +54,7 @@ class Launches:
             self.counts["steps"] += 1
             decode()
 
-        def watched_groups(seqs: list[Sequence]) -> Any:
+        def watched_groups(seqs: list[EngineSequence]) -> Any:
             self.together.append(seqs)
             self.paused.update({*loop._schedule.decoding} - {seq.key for seq in seqs})
             return groups(seqs)
@@ -65,7 +65,7 @@ class Launches:
         self.loop.submit(self.arriving.pop())
         self.counts.clear()
 
-    def before_first_token(self, seq: Sequence) -> Counter[str]:
+    def before_first_token(self, seq: EngineSequence) -> Counter[str]:
         """What runs from the arrival of a sequence, in the middle of a chunk or step, to its first token."""
         self.arriving.append(seq)
         while not tokens(seq):
@@ -142,12 +142,12 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
     kinds, count = KINDS[deterministic], 16 if deterministic else 30
     cases = [(text_of(70 + 47 * number), plan, count) for number, (plan, _) in enumerate(kinds)]
 
-    def opened(llm: LLM, number: int, client: str) -> Sequence:
+    def opened(llm: LLM, number: int, client: str) -> EngineSequence:
         seq = new_sequence(llm, *cases[number], client=client, exact=kinds[number][1])
         llm.loop.submit(seq)
         return seq
 
-    known, single = list[Sequence](), new_llm(llama, deterministic=deterministic)
+    known, single = list[EngineSequence](), new_llm(llama, deterministic=deterministic)
     for number in range(len(cases)):
         known.append(opened(single, number, "A"))
         take_steps(single, known[-1:])
@@ -157,7 +157,7 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)
         llm = new_llm(llama, deterministic=deterministic)
         new_loop(llm, max_seqs=4)
-        launches, seqs = Launches(llm), list[Sequence]()
+        launches, seqs = Launches(llm), list[EngineSequence]()
         for number in range(len(cases)):
             seqs.append(opened(llm, number, rng.choice("ABC")))
             llm.loop.step()

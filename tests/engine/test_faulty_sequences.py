@@ -48,7 +48,7 @@ def of_working(*_: Any) -> bool:
 
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
-    "the loop takes the row": (Loop, "_enter", of_sequence),
+    "the loop takes the sequence": (Loop, "_enter", of_sequence),
     "the cache is opened": (SequenceRunner, "open", of_sequence),
     "how far the prompt is read": (TextOutput, "note_prefilled", of_output),
     "a selection is recorded": (SelectionLog, "after_segment", lambda log, *_: log.prompt_length == 171),

@@ -81,7 +81,7 @@ def test_a_sequence_that_holds_or_lets_go_again_changes_nothing() -> None:
     prompts.read(list(range(64)))
     for _ in range(2):
         prompts.tree.let_go(nodes, 1.0)
-    assert prompts.tree.droppable() == PAGES, "the second row holds the others"
+    assert prompts.tree.droppable() == PAGES, "the second sequence holds the others"
 
 
 def test_of_prompts_that_wait_equally_long_the_deep_chunk_is_worth_most() -> None:

@@ -11,7 +11,7 @@ from engine.tiny_directory import text_of
 from refusals import refused
 
 from kvsift import LLM, native
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.indexes.graph import GraphIndex
 from kvsift.server.kept_prompts import keep
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no graphs: {nat
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> dict[str, Sequence]:
+def alone(llama: Path) -> dict[str, EngineSequence]:
     """Sequences that share nothing."""
     return {text: run(llm := new_llm(llama), new_sequence(llm, text, PLAN, 40)) for text in (TEXT, OTHER)}
 
@@ -46,14 +46,14 @@ def built(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_sequences_that_begin_alike_and_diverge(
-    llama: Path, alone: dict[str, Sequence], monkeypatch: pytest.MonkeyPatch
+    llama: Path, alone: dict[str, EngineSequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = keeping(llama)
     graphs = built(llm, monkeypatch)
     first, second = (new_sequence(llm, text, PLAN, 40) for text in (TEXT, OTHER))
     run(llm, first, second)
     layers = 3
-    assert graphs == [BLOCK - 4] * layers + [BLOCK] * 2 * layers, "the first block once, the second once by each row"
+    assert graphs == [BLOCK - 4] * layers + [BLOCK] * 2 * layers, "the first block once, the second by each"
     assert (first.num_reused, second.num_reused) == (0, 4 * GRID)
     for seq, text in ((first, TEXT), (second, OTHER)):
         assert_equal(seq, alone[text])
@@ -63,7 +63,7 @@ def test_sequences_that_begin_alike_and_diverge(
     assert len(graphs) == 3 * layers, "nothing was built again"
 
 
-def test_what_a_cancelled_sequence_has_read_is_of_use(llama: Path, alone: dict[str, Sequence]) -> None:
+def test_what_a_cancelled_sequence_has_read_is_of_use(llama: Path, alone: dict[str, EngineSequence]) -> None:
     llm = keeping(llama)
     cancelled = new_sequence(llm, TEXT, PLAN, 40)
     llm.loop.submit(cancelled)
@@ -75,7 +75,9 @@ def test_what_a_cancelled_sequence_has_read_is_of_use(llama: Path, alone: dict[s
     assert_equal(seq, alone[TEXT])
 
 
-def test_sequences_that_decode_and_widen_change_nothing_for_others(llama: Path, alone: dict[str, Sequence]) -> None:
+def test_sequences_that_decode_and_widen_change_nothing_for_others(
+    llama: Path, alone: dict[str, EngineSequence]
+) -> None:
     llm = keeping(llama)
     seqs = [new_sequence(llm, TEXT, PLAN, number) for number in (40, 7, 40)]
     for seq in seqs:
@@ -87,12 +89,12 @@ def test_sequences_that_decode_and_widen_change_nothing_for_others(llama: Path, 
         assert_equal(seq, alone[TEXT])
     for node in llm.loop.pages.tree._nodes.values():
         for state in (layer["decode"] for layer in node.sealed):
-            assert (state.audits.log, state.searched_from) == ([], None), "a row wrote into what is shared"
+            assert (state.audits.log, state.searched_from) == ([], None), "a sequence wrote into what is shared"
             assert all(span.stop < GRID * (node.depth + 1) for span in state.spans)
 
 
 def test_a_chunk_that_failed_is_read_again(
-    llama: Path, alone: dict[str, Sequence], monkeypatch: pytest.MonkeyPatch
+    llama: Path, alone: dict[str, EngineSequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = keeping(llama)
     run(llm, new_sequence(llm, text_of(400)[::-1], "dense"))
@@ -109,7 +111,7 @@ def test_a_chunk_that_failed_is_read_again(
     assert not failures
 
 
-def test_dense_sequences_share_with_others_than_they_do(llama: Path, alone: dict[str, Sequence]) -> None:
+def test_dense_sequences_share_with_others_than_they_do(llama: Path, alone: dict[str, EngineSequence]) -> None:
     llm = keeping(llama)
     run(llm, new_sequence(llm, TEXT, "dense"))
     seq, wider = new_sequence(llm, TEXT, PLAN, 40), new_sequence(llm, TEXT, PLAN.replace("budget=80", "budget=90"))

@@ -30,7 +30,7 @@ from kvsift.engine import pauses, schedule
 from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 
 HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
@@ -74,7 +74,7 @@ def test_who_cannot_join_ends_alone(deterministic: bool, llama: Path, monkeypatc
 
 
 def test_joining_and_cancelling_changes_no_other_sequence(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    single, known = new_llm(llama), dict[tuple[Any, ...], Sequence]()
+    single, known = new_llm(llama), dict[tuple[Any, ...], EngineSequence]()
     for seed in range(HISTORIES):
         rng = random.Random(seed)
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
@@ -146,7 +146,7 @@ def test_a_step_that_fails_is_taken_again(where: str, llama: Path, monkeypatch: 
 def test_what_a_client_chooses_itself_is_fed(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server repeats tokens that it sent before its engine was restarted, whatever the steps would choose now."""
 
-    def forced(llm: LLM) -> Sequence:
+    def forced(llm: LLM) -> EngineSequence:
         seq = new_sequence(llm, text_of(400), QUEST, 20)
         take = seq.output.take
 

@@ -2,8 +2,7 @@
 
 import os
 import random
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import FinishReason, Sequence
+from kvsift.engine.sequence import EngineSequence, FinishReason
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
@@ -74,20 +73,20 @@ def new_llm(directory: Path, **options: Any) -> LLM:
     return LLM(directory, "dense", device="cpu", chunk_size=GRID, dtype="float32", probe_every=3, **options)
 
 
-def new_sequence(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> Sequence:
+def new_sequence(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> EngineSequence:
     ids = llm.tokenizer(text)["input_ids"]
-    return Sequence(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
+    return EngineSequence(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
 
 
-def finish(llm: LLM, seqs: abc.Sequence[Sequence], after_step: Callable[[], object] = lambda: None) -> None:
-    """Take steps until these sequences have ended, with the books balanced after each."""
+def finish(llm: LLM, seqs: Sequence[EngineSequence], after_step: Callable[[], object] = lambda: None) -> None:
+    """Take steps until these sequences have ended, and check what the loop counts after each."""
     while not all(seq.is_ended for seq in seqs):
         llm.loop.step()
         llm.loop.check()
         after_step()
 
 
-def run(llm: LLM, *seqs: Sequence) -> Sequence:
+def run(llm: LLM, *seqs: EngineSequence) -> EngineSequence:
     for seq in seqs:
         llm.loop.submit(seq)
     finish(llm, seqs)
@@ -96,7 +95,7 @@ def run(llm: LLM, *seqs: Sequence) -> Sequence:
     return seqs[-1]
 
 
-def assert_equal(seq: Sequence, alone: Sequence) -> None:
+def assert_equal(seq: EngineSequence, alone: EngineSequence) -> None:
     """Both gave the same tokens, logits and decode counters; ``seq`` may have ended before."""
     assert seq.error is None
     count = len(seq.output.tokens)
@@ -106,7 +105,7 @@ def assert_equal(seq: Sequence, alone: Sequence) -> None:
         assert counters(seq) == counters(alone)
 
 
-def counters(seq: Sequence) -> dict[str, Any]:
+def counters(seq: EngineSequence) -> dict[str, Any]:
     report = seq.report.stats.report()
     return {key: value for key, value in report["phases"]["decode"].items() if key != "select_s"} | {
         "guard": report["guard"]
@@ -169,7 +168,7 @@ def test_a_failure_in_a_pause_ends_the_sequence_that_fails(llama: Path, monkeypa
     assert llm.loop.pages.kv.pages.num_used == 0
 
 
-def run_on(llm: LLM, *seqs: Sequence) -> None:
+def run_on(llm: LLM, *seqs: EngineSequence) -> None:
     finish(llm, seqs)
     for seq in seqs:
         llm.loop.close(seq)
@@ -187,7 +186,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_sequence(
         monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         new_loop(llm, max_seqs=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999]))
         coming = [rng.choice(list(alone)) for _ in range(rng.randint(2, 7))]
-        seqs: list[tuple[Sequence, tuple[str, str]]] = []
+        seqs: list[tuple[EngineSequence, tuple[str, str]]] = []
         while coming or not all(seq.is_ended for seq, _ in seqs):
             if coming and rng.random() < 0.4:
                 key = coming.pop()
@@ -292,7 +291,7 @@ def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
         assert ("host memory" in seq.no_reuse) == (not placement.startswith("host"))
 
 
-def _failing(victim: Sequence, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
+def _failing(victim: EngineSequence, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
     attend = SparseLayer.attend_fused
 
     def fail(self: SparseLayer, *args: Any) -> Tensor:
@@ -305,7 +304,7 @@ def _failing(victim: Sequence, layer: int, length: int, error: BaseException) ->
     return fail
 
 
-def _failing_native(victim: Sequence, length: int, error: BaseException) -> Callable[..., None]:
+def _failing_native(victim: EngineSequence, length: int, error: BaseException) -> Callable[..., None]:
     begin = NativeSequence.begin
 
     def fail(self: NativeSequence, *args: Any) -> None:
@@ -355,7 +354,7 @@ def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, m
     assert len(llm.loop.pages.tree) == 6
     prefill, failures = llm.feed, [torch.OutOfMemoryError("no memory")]
 
-    def short_of_memory(cache: Any, ids: abc.Sequence[int], *args: Any, **options: Any) -> Any:
+    def short_of_memory(cache: Any, ids: Sequence[int], *args: Any, **options: Any) -> Any:
         logits = prefill(cache, ids, *args, **options)
         if failures and cache.get_seq_length() > 2 * GRID:
             raise failures.pop()

@@ -28,9 +28,9 @@ from kvsift.server.worker import Worker
 
 PLACES = (
     "the prompt is tokenized",
-    "the row is made",
-    "the loop takes the row",
-    "memory is sought for the row",
+    "the sequence is made",
+    "the loop takes the sequence",
+    "memory is sought for the sequence",
     "the cache is opened",
     "how far the prompt is read",
     "a selection is recorded",
@@ -124,8 +124,8 @@ def of_request(_: Worker, *arguments: Any) -> int:
     return int(request.sampling["seed"])
 
 
-def of_sequence(_: Any, row: Any, *others: Any) -> int:
-    return of_reply(row.output) if isinstance(row.output, Reply) else 0
+def of_sequence(_: Any, seq: Any, *others: Any) -> int:
+    return of_reply(seq.output) if isinstance(seq.output, Reply) else 0
 
 
 def of_reply(reply: Reply, *others: Any) -> int:
@@ -149,7 +149,7 @@ def of_working(*_: Any) -> int:
 
 
 def of_those_that_wait(loop: Loop, *_: Any) -> int:
-    return max((of_sequence(None, row) for row in loop.seqs if row.cache is None), default=0)
+    return max((of_sequence(None, seq) for seq in loop.seqs if seq.cache is None), default=0)
 
 
 def event_with(number: int, value: object) -> Callable[..., Any]:
@@ -185,9 +185,9 @@ def install() -> None:
     mark(generation, "log_of")
     mark(generation, "exact_decoder")
     fail("the prompt is tokenized", Worker, "_prompts", of_request)
-    fail("the row is made", Worker, "_open", of_request)
-    fail("the loop takes the row", Loop, "_enter", of_sequence)
-    fail("memory is sought for the row", SequenceRunner, "room", of_working)
+    fail("the sequence is made", Worker, "_open", of_request)
+    fail("the loop takes the sequence", Loop, "_enter", of_sequence)
+    fail("memory is sought for the sequence", SequenceRunner, "room", of_working)
     fail("the cache is opened", SequenceRunner, "open", of_sequence)
     fail("how far the prompt is read", Reply, "note_prefilled", of_reply)
     fail("a selection is recorded", SelectionLog, "after_segment", of_marked, nth=2)

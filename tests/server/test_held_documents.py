@@ -11,7 +11,7 @@ from engine.tiny_directory import text_of
 from server.serving import until
 
 from kvsift import LLM
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.errors import InputError
 from kvsift.server import held_documents
@@ -134,10 +134,10 @@ def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, read = Held(model), SequenceRunner.prefill
 
-    def failing(self: SequenceRunner, row: Sequence, ids: Any, pause: Any = None) -> Any:
+    def failing(self: SequenceRunner, seq: EngineSequence, ids: Any, pause: Any = None) -> Any:
         if len(held.of("b")) == 0:
             raise RuntimeError("a fault")
-        return read(self, row, ids, pause)
+        return read(self, seq, ids, pause)
 
     monkeypatch.setattr(SequenceRunner, "prefill", failing)
     held.add("a", text_of(300))
@@ -162,14 +162,14 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
 
 
 def test_a_full_queue_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, tries = Held(model), list[Sequence]()
+    held, tries = Held(model), list[EngineSequence]()
     submit = held.llm.loop.submit
 
-    def full(row: Sequence) -> None:
-        tries.append(row)
+    def full(seq: EngineSequence) -> None:
+        tries.append(seq)
         if len(tries) < 3:
             raise InputError("too many requests are waiting.")
-        submit(row)
+        submit(seq)
 
     monkeypatch.setattr(held.llm.loop, "submit", full)
     monkeypatch.setattr(held_documents, "RETRY_S", 0.01)
@@ -222,10 +222,10 @@ def test_a_document_that_fails_anywhere_ends_alone(
 def test_a_damaged_file_that_cannot_be_deleted_is_left_and_the_text_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, kept, read = Held(model), tmp_path / "a.kvsift", list[Sequence]()
+    held, kept, read = Held(model), tmp_path / "a.kvsift", list[EngineSequence]()
 
-    def source_of(path: Path, _: LLM, row: Sequence) -> Callable[[Any], None]:
-        read.append(row)
+    def source_of(path: Path, _: LLM, seq: EngineSequence) -> Callable[[Any], None]:
+        read.append(seq)
         return lambda cache: (_ for _ in ()).throw(OSError("damaged"))
 
     def failing(*_: Any, **options: Any) -> None:

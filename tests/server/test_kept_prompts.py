@@ -8,7 +8,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import TextOutput
 from kvsift.plan.plan import Plan
@@ -25,25 +25,25 @@ def new_llm(model: Path, plan: str, **options: Any) -> LLM:
     return LLM(model, plan, device="cpu", path="composed", **{"chunk_size": 64, "dtype": "float32", **options})
 
 
-def run(llm: LLM, row: Sequence) -> Sequence:
-    llm.loop.submit(row)
-    while not row.is_ended:
+def run(llm: LLM, seq: EngineSequence) -> EngineSequence:
+    llm.loop.submit(seq)
+    while not seq.is_ended:
         llm.loop.step()
         llm.loop.check()
-    return row
+    return seq
 
 
-def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Sequence:
+def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> EngineSequence:
     """Read the document, from the file if there is one."""
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
 
     def on_end() -> None:
-        if row.source is None:
-            keep(kept, llm, row, TEXT)
+        if seq.source is None:
+            keep(kept, llm, seq, TEXT)
 
-    row = Sequence(Request(ids, 1, plan or llm.plan), DocumentPrefill(on_end), holds=True)
-    row.source = source_of(kept, llm, row)
-    return run(llm, row)
+    seq = EngineSequence(Request(ids, 1, plan or llm.plan), DocumentPrefill(on_end), holds=True)
+    seq.source = source_of(kept, llm, seq)
+    return run(llm, seq)
 
 
 def answer(llm: LLM) -> tuple[list[int], int]:
@@ -51,9 +51,9 @@ def answer(llm: LLM) -> tuple[list[int], int]:
     ids = PromptFormat(llm.tokenizer).encode(TEXT, "Which mill?")
     request = Request(ids, 12, llm.plan)
     output = TextOutput(request, llm.tokenizer, llm.device)
-    row = run(llm, Sequence(request, output))
-    llm.loop.close(row)
-    return output.transcript.new_ids, row.num_reused
+    seq = run(llm, EngineSequence(request, output))
+    llm.loop.close(seq)
+    return output.transcript.new_ids, seq.num_reused
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -62,10 +62,10 @@ def test_another_engine_goes_on_from_the_file(
 ) -> None:
     kept = tmp_path / "doc-1.kvsift"
     first = new_llm(model, plan)
-    row = reading(first, kept)
+    seq = reading(first, kept)
     assert kept.stat().st_mode & 0o077 == 0
     expected = answer(first)
-    whole_chunks = len(row.request.ids) // 64 * 64
+    whole_chunks = len(seq.request.ids) // 64 * 64
     assert expected[1] == whole_chunks
 
     read: list[int] = []
@@ -78,7 +78,7 @@ def test_another_engine_goes_on_from_the_file(
     second = new_llm(model, plan)
     again = reading(second, kept)
     assert again.error is None
-    assert sum(read) == len(row.request.ids) - whole_chunks < 64, "the rest of a chunk is read again"
+    assert sum(read) == len(seq.request.ids) - whole_chunks < 64, "the rest of a chunk is read again"
     assert answer(second) == expected
     second.loop.close(again)
     assert second.loop.pages.kv.pages.num_used == 0
@@ -92,8 +92,8 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
-    row = Sequence(Request(ids, 1, llm.plan), DocumentPrefill(lambda: None), holds=True)
-    assert source_of(kept, llm, row) is None
+    seq = EngineSequence(Request(ids, 1, llm.plan), DocumentPrefill(lambda: None), holds=True)
+    assert source_of(kept, llm, seq) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()
 
@@ -105,7 +105,7 @@ def test_a_damaged_file_ends_its_row_alone(model: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     kept.write_bytes(data)
     llm = new_llm(model, PLANS[0])
-    row = reading(llm, kept)
-    assert "checksum" in str(row.error)
+    seq = reading(llm, kept)
+    assert "checksum" in str(seq.error)
     assert llm.loop.pages.kv.pages.num_used == 0
     assert answer(llm)[1] == 0

@@ -299,13 +299,13 @@ def test_users_behind_one_address_have_equal_shares(server: Served) -> None:
 def test_metrics_have_sequences_and_pages(client: httpx.Client) -> None:
     complete(client, prompt="Pages. " + LONG)
 
-    def books() -> tuple[float, ...]:
+    def counts() -> tuple[float, ...]:
         text = client.get("/metrics").text
         pages = (f'kvsift_pages{{owner="{owner}"}}' for owner in ("unshared", "kept", "free"))
         return tuple(metric(text, kind) for kind in ("kvsift_sequences", *pages))
 
-    until(lambda: books()[:2] == (0, 0) and books()[2] >= 704 // 16)
-    assert books()[3] > 0
+    until(lambda: counts()[:2] == (0, 0) and counts()[2] >= 704 // 16)
+    assert counts()[3] > 0
 
 
 def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(client: httpx.Client) -> None:

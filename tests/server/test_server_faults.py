@@ -164,7 +164,7 @@ def test_what_one_key_has_read_is_read_again_for_another(guarded: Served) -> Non
 
 
 def test_a_full_queue_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
-    """Nine endless requests take eight rows and the queue; the tenth is refused. After SIGTERM those that can, end."""
+    """Eight endless requests decode and one waits; the tenth is refused. After SIGTERM those that can, end."""
     with guarded.client(authorization="Bearer first") as client:
         connections = []
         for _ in range(9):

@@ -171,7 +171,7 @@ def test_the_queue_is_full_and_has_room_again() -> None:
 
 
 def test_requests_for_which_rows_are_free_do_not_wait() -> None:
-    """Nothing was read of any, as they came 20 ms apart; three rows are free."""
+    """Nothing was read of any, as they came 20 ms apart; three sequences are free."""
 
     async def test(supervisor: Supervisor) -> None:
         for number, waiting in enumerate((0, 0, 0, 1, 2)):

@@ -17,7 +17,7 @@ from kvsift import LLM
 from kvsift.checkpoint import fingerprint
 from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
@@ -134,9 +134,9 @@ def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template_and_those_of_t
 def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted: list[Sequence] = []
+    submitted: list[EngineSequence] = []
 
-    def full(loop: Loop, seq: Sequence) -> None:
+    def full(loop: Loop, seq: EngineSequence) -> None:
         submitted.append(seq)
         raise InputError("too many requests are waiting.")
 

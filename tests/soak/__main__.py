@@ -130,8 +130,8 @@ class Soak:
 
 def _line(found: Calm) -> str:
     mega = f"server {found.server / 1e6:6.1f} MB  engine {found.engine / 1e6:7.1f} MB"
-    books = f"sequences {found.seqs}  loose pages {found.loose}  kept pages {found.kept}"
-    return f"{found.seconds:6.0f} s  {mega} at {found.life:4.0f} s  {books}"
+    counts = f"sequences {found.seqs}  loose pages {found.loose}  kept pages {found.kept}"
+    return f"{found.seconds:6.0f} s  {mega} at {found.life:4.0f} s  {counts}"
 
 
 def main() -> int:

@@ -18,8 +18,7 @@ from kvsift.engine.graphs.sequence_groups import SequenceGroup
 from kvsift.engine.graphs.session import Session, round_up
 from kvsift.engine.graphs.slots import Slots
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import FinishReason
-from kvsift.engine.sequence import Sequence as EngineSequence
+from kvsift.engine.sequence import EngineSequence, FinishReason
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -25,7 +24,7 @@ from kvsift import LLM
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import FinishReason, Sequence
+from kvsift.engine.sequence import EngineSequence, FinishReason
 from kvsift.models.embedded import embedded_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
@@ -66,27 +65,27 @@ class MeasuredChats(ABC):
 
     @abstractmethod
     def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Any:
-        """Ask for so many tokens; the row has ``output.times``, ``num_reused``, ``is_ended`` and ``error``."""
+        """Ask for so many tokens; the sequence has ``output.times``, ``num_reused``, ``is_ended`` and ``error``."""
 
     @abstractmethod
     def step(self) -> None:
         """Let the engine take a step."""
 
     @abstractmethod
-    def close(self, *rows: Any) -> None:
+    def close(self, *seqs: Any) -> None:
         """End answers."""
 
     @abstractmethod
-    def state(self, row: Any) -> dict[str, Any]:
+    def state(self, seq: Any) -> dict[str, Any]:
         """What else to note while all decode."""
 
-    def step_until(self, *rows: Any, tokens: int) -> None:
-        """Take steps until each of these rows has so many tokens."""
-        while any(len(row.output.times) < tokens and not row.is_ended for row in rows):
+    def step_until(self, *seqs: Any, tokens: int) -> None:
+        """Take steps until each of these sequences has so many tokens."""
+        while any(len(seq.output.times) < tokens and not seq.is_ended for seq in seqs):
             self.step()
-        for row in rows:
-            if row.error is not None:
-                raise row.error
+        for seq in seqs:
+            if seq.error is not None:
+                raise seq.error
 
     def prompt(self, chat: int) -> list[int]:
         return [*self.documents[chat % len(self.documents)], 500 + chat, *self.question]
@@ -94,60 +93,60 @@ class MeasuredChats(ABC):
     def read(self, ids: list[int]) -> float:
         """Seconds to the first token of a prompt, with nothing beside it."""
         started = perf_counter()
-        row = self.start(ids, "dense", 1)
-        self.step_until(row, tokens=1)
-        self.close(row)
+        seq = self.start(ids, "dense", 1)
+        self.step_until(seq, tokens=1)
+        self.close(seq)
         return perf_counter() - started
 
     def measure(self, plan: str, new: list[int]) -> dict[str, Any]:
         """One round of a plan."""
         found: dict[str, Any] = {}
-        rows = [self.start(self.prompt(chat), plan) for chat in range(self.recipe.chats)]
-        self.step_until(*rows, tokens=4)
-        found |= self.state(rows[0])
-        for name, count in (("all", len(rows)), ("alone", 1)):
-            self.close(*rows[count:])
-            self.step_until(*rows[:count], tokens=len(rows[0].output.times) + 4)
-            begun = [len(row.output.times) for row in rows[:count]]
+        seqs = [self.start(self.prompt(chat), plan) for chat in range(self.recipe.chats)]
+        self.step_until(*seqs, tokens=4)
+        found |= self.state(seqs[0])
+        for name, count in (("all", len(seqs)), ("alone", 1)):
+            self.close(*seqs[count:])
+            self.step_until(*seqs[:count], tokens=len(seqs[0].output.times) + 4)
+            begun = [len(seq.output.times) for seq in seqs[:count]]
             started = perf_counter()
             for _ in range(self.recipe.steps):
                 self.step()
-            made = sum(len(row.output.times) for row in rows[:count]) - sum(begun)
+            made = sum(len(seq.output.times) for seq in seqs[:count]) - sum(begun)
             found[f"{name}_tokens_per_s"] = made / (perf_counter() - started)
-        self.close(rows[0])
+        self.close(seqs[0])
         again = [*self.documents[0], *self.question[::-1]]
         started = perf_counter()
         asked = self.start(again, plan, 4)
         self.step_until(asked, tokens=1)
         found["second_question_alone_s"] = asked.output.times[0] - started
         self.close(asked)
-        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
-        self.step_until(*rows, tokens=4)
-        found |= self.beside(rows, "second_question", again, plan)
+        seqs = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
+        self.step_until(*seqs, tokens=4)
+        found |= self.beside(seqs, "second_question", again, plan)
         if new:
-            found |= self.beside(rows, "new_document", new, plan)
-        self.close(*rows)
+            found |= self.beside(seqs, "new_document", new, plan)
+        self.close(*seqs)
         return found
 
     def read_beside(self, number: int, ids: list[int], new_plan: str, plan: str) -> dict[str, Any]:
         """Another document, the ``number``-th, is read beside all chats but one."""
-        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
-        self.step_until(*rows, tokens=4)
-        found = self.beside(rows, "new_document", [600 + number, *ids], new_plan)
-        self.close(*rows)
+        seqs = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
+        self.step_until(*seqs, tokens=4)
+        found = self.beside(seqs, "new_document", [600 + number, *ids], new_plan)
+        self.close(*seqs)
         return {"new": new_plan, "others": plan, **found}
 
-    def beside(self, rows: list[Any], name: str, ids: list[int], plan: str) -> dict[str, Any]:
-        """A prompt that comes beside rows that decode: its first token, and what they wait."""
-        begun, started = [len(row.output.times) for row in rows], perf_counter()
+    def beside(self, seqs: list[Any], name: str, ids: list[int], plan: str) -> dict[str, Any]:
+        """A prompt that comes beside sequences that decode: its first token, and what they wait."""
+        begun, started = [len(seq.output.times) for seq in seqs], perf_counter()
         asked = self.start(ids, plan, 4)
         self.step_until(asked, tokens=1)
         self.close(asked)
-        self.step_until(*rows, tokens=max(map(len, (row.output.times for row in rows))) + 3)
+        self.step_until(*seqs, tokens=max(map(len, (seq.output.times for seq in seqs))) + 3)
         between = [
             after - before
-            for row, first in zip(rows, begun)
-            for before, after in zip(row.output.times[first - 1 :], row.output.times[first:])
+            for seq, first in zip(seqs, begun)
+            for before, after in zip(seq.output.times[first - 1 :], seq.output.times[first:])
         ]
         return {
             f"{name}_s": asked.output.times[0] - started,
@@ -165,21 +164,21 @@ class Chats(MeasuredChats):
         super().__init__(*load)
         self.llm = llm
 
-    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Sequence:
-        row = Sequence(Request(ids, num_tokens, parse_plan(plan)), Timed(num_tokens))
-        self.llm.loop.submit(row)
-        return row
+    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> EngineSequence:
+        seq = EngineSequence(Request(ids, num_tokens, parse_plan(plan)), Timed(num_tokens))
+        self.llm.loop.submit(seq)
+        return seq
 
     def step(self) -> None:
         self.llm.loop.step()
 
-    def close(self, *rows: Sequence) -> None:
-        for row in rows:
-            self.llm.loop.close(row)
+    def close(self, *seqs: EngineSequence) -> None:
+        for seq in seqs:
+            self.llm.loop.close(seq)
 
-    def state(self, row: Sequence) -> dict[str, Any]:
+    def state(self, seq: EngineSequence) -> dict[str, Any]:
         pages = self.llm.loop.counts()["pages"]
-        return {"pages": pages | {"held": pages["unshared"] + pages["kept"]}, "path": row.path}
+        return {"pages": pages | {"held": pages["unshared"] + pages["kept"]}, "path": seq.path}
 
 
 def gpu_llm(bench: str, folder: Path, **options: Any) -> LLM:
@@ -257,7 +256,7 @@ COLUMNS = ["", "chats", "documents", "plan", "tokens/s", "over dense", "second q
 TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 
 
-def chats_table(results: abc.Sequence[dict[str, Any]]) -> str:
+def chats_table(results: Sequence[dict[str, Any]]) -> str:
     """Return what chats beside each other get, medians of the rounds: a row per plan, all results in one table. Loads
     of one size are compared with the dense plan among them."""
     rows, dense = [], dict[tuple[Any, ...], float]()

@@ -28,7 +28,7 @@ from kvsift.engine.graphs.feeds import uploaded
 from kvsift.engine.graphs.session import BLOCK
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.speculative.pace import Paces
 from kvsift.models.hf.cache import SparseCache
@@ -112,7 +112,7 @@ class ImposedRows:
 
     def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
         request = Request(prompt, new, parse_plan(plan), exact=exact)
-        return Sequence(request, Timed(new), decoder=exact_decoder(self._llm, request))
+        return EngineSequence(request, Timed(new), decoder=exact_decoder(self._llm, request))
 
     def _wait(self, rows: list[Any], tokens: int) -> None:
         for row in rows:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import abc
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -21,7 +20,7 @@ from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import CacheReport, Sequence
+from kvsift.engine.sequence import CacheReport, EngineSequence
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
@@ -45,7 +44,7 @@ class Generation:
     """
 
     def __init__(
-        self, runner: ModelRunner, loop: Loop, requests: abc.Sequence[Request], started: float,
+        self, runner: ModelRunner, loop: Loop, requests: Sequence[Request], started: float,
         progress: ProgressCallback | None = None, holds: bool = False,
     ) -> None:  # fmt: skip
         self._holds = holds
@@ -54,7 +53,7 @@ class Generation:
         self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
         self._answers: dict[int, Answer] = {}
         self._errors: dict[int, BaseException] = {}  # of requests that failed
-        self._seqs: list[Sequence] = []  # of the loop
+        self._seqs: list[EngineSequence] = []  # of the loop
 
     def close(self) -> None:
         """End all answers; any thread may."""
@@ -66,7 +65,7 @@ class Generation:
         """Answers of finished requests, in their order."""
         return [answer for _, answer in sorted(self._answers.items())]
 
-    def _settle(self, index: int, seq: Sequence, answer_of_it: Callable[[], Answer]) -> None:
+    def _settle(self, index: int, seq: EngineSequence, answer_of_it: Callable[[], Answer]) -> None:
         """Keep the answer to a request, or the error with which it has ended."""
         try:
             if seq.error is not None:
@@ -150,7 +149,7 @@ class TextStream(Uncopied):
             raise
 
 
-def check_captured(requests: abc.Sequence[Request]) -> None:
+def check_captured(requests: Sequence[Request]) -> None:
     """Refuse requests that captured steps cannot answer (``InputError``)."""
     if any(request.offsets is not None for request in requests):
         raise Conflict(
@@ -163,10 +162,10 @@ def check_captured(requests: abc.Sequence[Request]) -> None:
         )
 
 
-def sequence_of(runner: ModelRunner, output: TextOutput, **options: Any) -> Sequence:
-    """The sequence of a request for text, with options of ``Sequence``."""
+def sequence_of(runner: ModelRunner, output: TextOutput, **options: Any) -> EngineSequence:
+    """The sequence of a request for text, with options of ``EngineSequence``."""
     request = output.transcript.request
-    return Sequence(request, output, observer=log_of(request), decoder=exact_decoder(runner, request), **options)
+    return EngineSequence(request, output, observer=log_of(request), decoder=exact_decoder(runner, request), **options)
 
 
 def log_of(request: Request) -> SelectionLog | None:
@@ -174,7 +173,7 @@ def log_of(request: Request) -> SelectionLog | None:
     return None if request.offsets is None else SelectionLog(len(request.ids))
 
 
-def answer_of_sequence(runner: ModelRunner, seq: Sequence, transcript: Transcript, started: float) -> Answer:
+def answer_of_sequence(runner: ModelRunner, seq: EngineSequence, transcript: Transcript, started: float) -> Answer:
     """Return the answer of a sequence that has ended."""
     of_cache = seq.report or CacheReport(seq.request.plan, RunStats(), 0, {})
     is_captured = seq.path == runner.fast_path.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -12,7 +12,7 @@ from kvsift.engine.follow import follow
 from kvsift.engine.loop import OUT_OF_MEMORY, Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.transcript import TextOutput
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
@@ -35,7 +35,7 @@ class WarmUp(NamedTuple):
     seconds: float
 
 
-def warm_up(runner: ModelRunner, loop: Loop, plans: abc.Sequence[Plan], num_tokens: int | None) -> WarmUp:
+def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: int | None) -> WarmUp:
     """See ``LLM.warm_up``. Steps of the first plan that selects serve dense sequences, too."""
     started = perf_counter()
     pooled = [plan for plan in plans if runner.reason_apart(plan) is None]
@@ -56,7 +56,7 @@ def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
     length = min(loop.grid, (runner.directory.max_positions or loop.grid + 1) - 1)  # too short to be shared
     request = Request([0] * length, 2, plan)
     output = TextOutput(request, runner.tokenizer, runner.device)
-    seq = Sequence(request, output)
+    seq = EngineSequence(request, output)
     for _ in follow(loop, [seq], [output]):
         pass
     if seq.error is not None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import abc, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from kvsift.engine.loop import Loop
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.transcript import TextOutput
 from kvsift.errors import InputError
 
 
-def follow(loop: Loop, seqs: abc.Sequence[Sequence], outputs: abc.Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
+def follow(loop: Loop, seqs: Sequence[EngineSequence], outputs: Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
     """Submit sequences, and wait until they have ended; yields (index of the sequence, piece of its text), and "" when
     more was read.
 
@@ -55,7 +55,7 @@ def _put(news: SimpleQueue[tuple[int, str | None]], index: int, piece: str | Non
     news.put((index, piece))
 
 
-def _end(seq: Sequence, output: TextOutput) -> str:
+def _end(seq: EngineSequence, output: TextOutput) -> str:
     """The last text of a sequence that has ended."""
     if seq.error is not None:
         return ""

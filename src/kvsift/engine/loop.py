@@ -8,8 +8,8 @@ shares with others only pages that are full and were written by the same pass ov
 from __future__ import annotations
 
 import itertools
-from collections import Counter, abc, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from kvsift.engine.pages import OUT_OF_MEMORY, Pages
 from kvsift.engine.pauses import Pauses
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.engine.schedule import Decision, Schedule
-from kvsift.engine.sequence import OPEN_STATES, CacheReport, FinishReason, Sequence
+from kvsift.engine.sequence import OPEN_STATES, CacheReport, EngineSequence, FinishReason
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.exact_step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
@@ -56,18 +56,18 @@ class Loop(EngineThread):
         assert grid % runner.page_size == 0, f"a grid of {grid} tokens splits pages of {runner.page_size}"
         self._runner, self.grid, self.max_seqs, self.clock = runner, grid, max_seqs, clock
         self.pages = Pages(runner, grid, keep_tokens)
-        self._entering: deque[Sequence] = deque()  # submitted, in their order
+        self._entering: deque[EngineSequence] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
         self._begin()
 
     def _begin(self) -> None:
         self._schedule = Schedule(self.max_seqs, self.grid)
-        self._seqs: dict[int, Sequence] = {}  # that have not ended
+        self._seqs: dict[int, EngineSequence] = {}  # that have not ended
         self.pages.renew()
 
     @property
-    def seqs(self) -> list[Sequence]:
+    def seqs(self) -> list[EngineSequence]:
         """Sequences that have not ended."""
         return list(self._seqs.values())
 
@@ -77,7 +77,7 @@ class Loop(EngineThread):
         states = Counter(seq.state for seq in self.seqs)
         return {"sequences": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
 
-    def submit(self, seq: Sequence) -> None:
+    def submit(self, seq: EngineSequence) -> None:
         """Queue a sequence for admission.
 
         Raises:
@@ -93,11 +93,11 @@ class Loop(EngineThread):
         self._entering.append(seq)
         self.post(self._enter_next)
 
-    def cancel(self, seq: Sequence) -> None:
+    def cancel(self, seq: EngineSequence) -> None:
         """End a sequence, if it has not ended, after the present step."""
         self.post(partial(self._close, seq, False))
 
-    def close(self, seq: Sequence) -> None:
+    def close(self, seq: EngineSequence) -> None:
         """As ``cancel``, and let go of the prompt that it holds, if it does. Safe in a finalizer."""
         self.post(partial(self._close, seq, True))
 
@@ -139,14 +139,14 @@ class Loop(EngineThread):
     def _enter_next(self) -> None:
         self._try_to_enter(self._entering.popleft())
 
-    def _try_to_enter(self, seq: Sequence) -> None:
+    def _try_to_enter(self, seq: EngineSequence) -> None:
         try:
             self._enter(seq)
         except Exception as error:  # of this sequence alone
             self._seqs[seq.key] = seq
             self._end(seq, "error", error)
 
-    def _enter(self, seq: Sequence) -> None:
+    def _enter(self, seq: EngineSequence) -> None:
         if self._is_closed:
             self._finish(seq, "cancelled", None)
             return
@@ -161,7 +161,7 @@ class Loop(EngineThread):
         if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq), seq.call):
             raise Unavailable(FULL)
 
-    def _close(self, seq: Sequence, lets_go: bool) -> None:
+    def _close(self, seq: EngineSequence, lets_go: bool) -> None:
         self._end(seq, "cancelled")
         self.pages.hold(seq, [] if lets_go else seq.nodes)
         self._trim()
@@ -180,7 +180,7 @@ class Loop(EngineThread):
         Raises:
             PrefixSpoiled: if the prefix must be prefilled again.
         """
-        assert not isinstance(prefix.user, Sequence), "a sequence continues in this cache"
+        assert not isinstance(prefix.user, EngineSequence), "a sequence continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
         if prefix.is_spoiled or not self._runner.rewind(prefix.cache):
             raise PrefixSpoiled
@@ -188,11 +188,11 @@ class Loop(EngineThread):
         self._replan(prefix, prefix.cache, plan)
         return prefix.cache
 
-    def restore_prefix(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+    def restore_prefix(self, seq: EngineSequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         """Pin the prompt of a sequence, whose cache is filled by ``fill`` instead of a prefill."""
         self.call(partial(self._restore_prefix, seq, rotation, fill))
 
-    def _restore_prefix(self, seq: Sequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+    def _restore_prefix(self, seq: EngineSequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         assert seq.pins is not None
         table = PageTable(1, self.pages.kv) if self._runner.reason_apart(seq) is None else None
         try:
@@ -248,7 +248,7 @@ class Loop(EngineThread):
             if seq.request.deadline is not None and now >= seq.request.deadline and seq.prefix is None:
                 self._end(seq, "deadline")
 
-    def _advance(self, seq: Sequence) -> None:
+    def _advance(self, seq: EngineSequence) -> None:
         """Prefill the next chunk of a sequence, which is admitted with the first one."""
         if seq.cache is None:
             self._admit(seq)
@@ -285,7 +285,7 @@ class Loop(EngineThread):
                 self._end(self._seqs[key], "error", failure)
             return 0
 
-    def _admit(self, seq: Sequence) -> None:
+    def _admit(self, seq: EngineSequence) -> None:
         seq.state = "prefilling"
         if seq.prefix is not None and seq.prefix.cache is not None:
             self._continue(seq, seq.prefix)
@@ -309,7 +309,7 @@ class Loop(EngineThread):
             seq.cache = None
             self._end(seq, "error", error)
 
-    def _continue(self, seq: Sequence, prefix: PinnedPrefix) -> None:
+    def _continue(self, seq: EngineSequence, prefix: PinnedPrefix) -> None:
         """Let a sequence begin with a pinned prefix: in its cache, or in a copy that shares its full pages."""
         assert prefix.cache is not None
         try:
@@ -344,7 +344,7 @@ class Loop(EngineThread):
             cache.prepare()  # now, and not in the first decode step
         return self.clock() - started if is_new else 0.0
 
-    def _begin_from_source(self, seq: Sequence) -> int:
+    def _begin_from_source(self, seq: EngineSequence) -> int:
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is prefilled
         again."""
         assert seq.cache is not None
@@ -355,7 +355,7 @@ class Loop(EngineThread):
             self.pages.seal(seq)
         return length
 
-    def _prefill(self, seq: Sequence, pauses: Pauses) -> None:
+    def _prefill(self, seq: EngineSequence, pauses: Pauses) -> None:
         """Prefill the next chunk of a prompt, and with the last one choose the first token."""
         started, cache, before = self.clock(), seq.cache, seq.num_cached
         assert cache is not None
@@ -386,7 +386,7 @@ class Loop(EngineThread):
             if pauses.seconds:
                 self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
 
-    def _next_stop(self, seq: Sequence) -> int:
+    def _next_stop(self, seq: EngineSequence) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
         before, end = seq.num_cached, len(seq.request.ids)
         others = any(each.call is None or each.call is not seq.call for each in self._seqs.values() if each is not seq)
@@ -400,13 +400,13 @@ class Loop(EngineThread):
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
         return stop - (stop == end - 1)  # the last token is not left over
 
-    def _count(self, seq: Sequence, before: int, stop: int) -> None:
+    def _count(self, seq: EngineSequence, before: int, stop: int) -> None:
         """Note that a prompt is cached from one position to another, and share its chunks."""
         for seq.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
             if seq.num_cached % self.grid == 0 and not seq.no_reuse:
                 self.pages.seal(seq)
 
-    def _has_prefilled(self, seq: Sequence, cache: SparseCache, logits: Tensor | None) -> None:
+    def _has_prefilled(self, seq: EngineSequence, cache: SparseCache, logits: Tensor | None) -> None:
         """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
         if seq.num_cached < len(seq.request.ids):
             self._note_prefilled(seq)
@@ -420,7 +420,7 @@ class Loop(EngineThread):
             assert logits is not None
             self._choose(seq, logits)
 
-    def _end_as_prefix(self, seq: Sequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
+    def _end_as_prefix(self, seq: EngineSequence, prefix: PinnedPrefix, cache: SparseCache) -> None:
         """End a sequence that has read a prefix, which keeps its cache."""
         started = self.clock()
         cache.prepare()
@@ -460,7 +460,7 @@ class Loop(EngineThread):
             self._decode_together(group)
         self._schedule.has_decoded(self.clock() - started)
 
-    def _groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
+    def _groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
         try:
             return self._runner.groups(seqs)
         except Exception as error:
@@ -470,7 +470,7 @@ class Loop(EngineThread):
             self._end(failed, "error", error)
             return self._groups([seq for seq in seqs if not seq.is_ended])
 
-    def _decode_together(self, group: abc.Sequence[Sequence]) -> None:
+    def _decode_together(self, group: Sequence[EngineSequence]) -> None:
         counted = [
             None if seq.steps is not None or seq.cache is None else seq.cache.run.stats.snapshot() for seq in group
         ]
@@ -494,20 +494,20 @@ class Loop(EngineThread):
                 if not seq.is_ended:
                     self._decode_together([seq])
 
-    def _chosen(self, seq: Sequence, logits: Logits) -> int | None:
+    def _chosen(self, seq: EngineSequence, logits: Logits) -> int | None:
         """The token that the client chooses after one more is cached; None if the sequence has ended."""
         seq.num_cached += 1
         self._choose(seq, logits)
         return None if seq.is_ended else seq.token
 
-    def _note_prefilled(self, seq: Sequence) -> None:
+    def _note_prefilled(self, seq: EngineSequence) -> None:
         """Tell the client how much of the prompt is cached."""
         try:
             seq.output.note_prefilled(seq.num_cached)
         except Exception as error:
             self._end(seq, "error", error)
 
-    def _choose(self, seq: Sequence, logits: Logits) -> None:
+    def _choose(self, seq: EngineSequence, logits: Logits) -> None:
         """Let the client choose the next token from the logits of the last one that is cached."""
         assert seq.cache is not None
         try:
@@ -518,7 +518,7 @@ class Loop(EngineThread):
         except Exception as error:
             self._end(seq, "error", error)
 
-    def _undo(self, seq: Sequence, counters: Snapshot | None) -> bool:
+    def _undo(self, seq: EngineSequence, counters: Snapshot | None) -> bool:
         """Forget what a failed pass has stored and counted; False if the sequence cannot."""
         if counters is None:
             self._runner.recall(seq)
@@ -529,11 +529,11 @@ class Loop(EngineThread):
         seq.cache.undo(seq.num_cached)
         return True
 
-    def _end(self, seq: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+    def _end(self, seq: EngineSequence, reason: FinishReason, error: BaseException | None = None) -> None:
         if self._seqs.pop(seq.key, None) is not None:  # else it has ended, or was never queued
             self._finish(seq, reason, error)
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: BaseException | None) -> None:
+    def _finish(self, seq: EngineSequence, reason: FinishReason, error: BaseException | None) -> None:
         with suppress(KeyError):
             self._schedule.remove(seq.key)
         if seq.cache is not None:
@@ -552,7 +552,7 @@ class Loop(EngineThread):
         seq.state = "ended"  # last, since whoever waits for it goes on now
         seq.on_end()
 
-    def _give_back(self, seq: Sequence, cache: SparseCache) -> None:
+    def _give_back(self, seq: EngineSequence, cache: SparseCache) -> None:
         """Return the pages of a sequence, but those of a pinned prefix."""
         seq.cache = None
         if seq.prefix is None or seq.prefix.user is not seq or seq.prefix.cache is not cache:

@@ -7,8 +7,8 @@ it has owners (``Pages.faults``).
 from __future__ import annotations
 
 import weakref
-from collections import Counter, abc
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -17,7 +17,7 @@ import torch
 
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node, PrefixTree
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.models.hf.cache import SparseCache
 from kvsift.stores.kv_pool import KVPool, LayerPool
@@ -58,7 +58,7 @@ class Pages:
         free, loose = pages.num_free, sum(run.num_pages for run in self._runner.runs(self.kv))
         return {"free": free, "kept": kept, "unshared": max(pages.num_pages - free - kept - loose, 0)}
 
-    def cost_of(self, seq: Sequence) -> tuple[int, int]:
+    def cost_of(self, seq: EngineSequence) -> tuple[int, int]:
         """Tokens of a prompt that are to be prefilled, and pages to be reserved, beside the chunks that the sequence
         holds."""
         length, num_pages = len(seq.request.ids), self._runner.pages_of(seq)
@@ -66,7 +66,7 @@ class Pages:
             return length - seq.prefix.length, num_pages - seq.prefix.num_shared(seq)
         return length - self._grid * len(seq.nodes), num_pages - sum(node.num_pages for node in seq.nodes)
 
-    def room(self, seqs: Iterable[Sequence]) -> int:
+    def room(self, seqs: Iterable[EngineSequence]) -> int:
         """Pages that could be reserved now; where that is unknown, at least those that one of the sequences needs."""
         unused = self._runner.room(self.kv)
         if unused is None:
@@ -78,18 +78,18 @@ class Pages:
         allocated = min((pool.keys.shape[1] for pool in self.kv.layers.values()), default=0)
         return max(allocated - self.kv.pages.num_pages, 0)
 
-    def found(self, seq: Sequence) -> list[Node]:
+    def found(self, seq: EngineSequence) -> list[Node]:
         """Chunks that a sequence begins with; its last token is prefilled in any case."""
         return [] if seq.no_reuse else self.tree.find(seq.root, seq.request.ids[: len(seq.request.ids) - 1])
 
-    def hold(self, seq: Sequence, nodes: abc.Sequence[Node]) -> None:
+    def hold(self, seq: EngineSequence, nodes: Sequence[Node]) -> None:
         """Keep these chunks for a sequence, instead of those that it has held."""
         before, after = seq.nodes, set(nodes)
         self.tree.hold(nodes, seq, perf_counter())
         self.tree.let_go([node for node in before if node not in after], seq)
         seq.nodes = list(nodes)
 
-    def seal(self, seq: Sequence) -> None:
+    def seal(self, seq: EngineSequence) -> None:
         """Share the chunks that a sequence has completed."""
         cache, pages = seq.cache, self._grid // self._runner.page_size
         assert cache is not None
@@ -105,7 +105,7 @@ class Pages:
             self.tree.hold(seq.nodes[-1:], seq, now)  # what it holds is always among its nodes
         self._maintain(cache)
 
-    def adopt(self, seq: Sequence, cache: SparseCache) -> None:
+    def adopt(self, seq: EngineSequence, cache: SparseCache) -> None:
         """Let the cache of a sequence begin with the chunks that it holds."""
         kinds = frozenset(seq.request.plan.summaries)
         is_stale = any(kinds - node.kinds for node in seq.nodes)
@@ -120,7 +120,7 @@ class Pages:
         for attention in cache.attentions:
             self.kv.layers[attention.shape.layer].maintain(self.tree, self.tree.kinds)
 
-    def fill(self, table: PageTable, seq: Sequence) -> None:
+    def fill(self, table: PageTable, seq: EngineSequence) -> None:
         """Begin a table with the chunks that a sequence holds, and reserve its pages: if there is less memory than it
         seemed, those of old prompts."""
         num_pages = self._runner.pages_of(seq)
@@ -197,7 +197,7 @@ class Pages:
         tables = [prefix.cache.run.table for prefix in self.pinned if prefix.cache is not None]
         return any(table is not None and table.kv is self.kv for table in tables)
 
-    def faults(self, seqs: Iterable[Sequence]) -> list[str]:
+    def faults(self, seqs: Iterable[EngineSequence]) -> list[str]:
         """What is wrong with the references to pages, given all sequences (``faults_of``)."""
         _ = self.kv.pages.num_free  # pages of owners that are gone are returned now
         caches = [seq.cache for seq in seqs] + [prefix.cache for prefix in self.pinned]
@@ -220,7 +220,7 @@ def faults_of(pool: PagePool, owned: Iterable[Run]) -> list[str]:
     return faults
 
 
-def _fit(pools: abc.Sequence[LayerPool], spare: int) -> None:
+def _fit(pools: Sequence[LayerPool], spare: int) -> None:
     for pool in pools:
         with pool.lock:
             pool.fit(exactly=True, spare=spare)

@@ -58,7 +58,7 @@ class SequenceOutput(Protocol):
 
 
 @dataclass(eq=False)
-class Sequence:
+class EngineSequence:
     """The state of a request from its arrival to its end.
 
     Attributes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from time import perf_counter
@@ -19,7 +18,7 @@ from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, kv_bytes, store
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.schedule import OPEN_SEQUENCES
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.exact_step import Checked
 from kvsift.errors import InputError
@@ -74,11 +73,11 @@ class SequenceRunner:
         """Tokens of a chunk where the bits of a prompt may depend on its chunks; 0, the loop's own, elsewhere."""
         return 0 if self.is_steady else self._runner.chunk_size
 
-    def reason_apart(self, seq: Sequence) -> str | None:
+    def reason_apart(self, seq: EngineSequence) -> str | None:
         """Why a sequence has a pool of its own; None if its pages are in that of all sequences."""
         return self._runner.reason_apart(seq.request.plan)
 
-    def open(self, seq: Sequence, table: PageTable | None) -> SparseCache:
+    def open(self, seq: EngineSequence, table: PageTable | None) -> SparseCache:
         """An empty cache of one sequence, over the pages of ``table`` if there is one."""
         request = seq.request
         cache = self._runner.new_cache(request.plan, len(request.ids) + _room_behind(seq), length=request.length)
@@ -100,7 +99,7 @@ class SequenceRunner:
     def _busy_pools(self) -> dict[int, KVPool]:
         return {size: pool for size, pool in self._pools.items() if pool.pages.num_used > len(self.runs(pool))}
 
-    def begin(self, seq: Sequence, cache: SparseCache) -> None:
+    def begin(self, seq: EngineSequence, cache: SparseCache) -> None:
         """Set up a cache for the answer of a sequence."""
         if seq.decoder is not None:
             cache.run.exact, cache.stats.probe_every = "dense", 0
@@ -109,7 +108,7 @@ class SequenceRunner:
         """Whether ``fork`` can copy a cache."""
         return self._runner.reason_apart(cache.run.plan) is None and cache.can_undo
 
-    def fork(self, cache: SparseCache, length: int, seq: Sequence) -> SparseCache:
+    def fork(self, cache: SparseCache, length: int, seq: EngineSequence) -> SparseCache:
         """A cache for a sequence that begins with the first ``length`` tokens of another one, whose full pages it
         shares."""
         forked = self._runner.new_cache(cache.run.plan, seq.request.length + 1, length=seq.request.length)
@@ -132,7 +131,7 @@ class SequenceRunner:
         self._groups.clear()
         self._pools.clear()
 
-    def decode_sequences(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[Tensor | int]:
+    def decode_sequences(self, seqs: Sequence[EngineSequence]) -> Sequence[Tensor | int]:
         """Feed the next token of each sequence of a group: logits [vocabulary] of each, or the token that was
         chosen."""
         if seqs[0].steps is not None:
@@ -143,25 +142,25 @@ class SequenceRunner:
             return [self._runner.feed(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
         return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
 
-    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: abc.Sequence[Any]) -> None:
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
         """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
         summaries; ``sealed``: by the cache that has read them."""
         cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
 
     @torch.inference_mode()
-    def fill_from_source(self, seq: Sequence) -> None:
+    def fill_from_source(self, seq: EngineSequence) -> None:
         """Let the source of a sequence fill its cache."""
         assert seq.source is not None
         assert seq.cache is not None
         seq.source(seq.cache)
         self._remember(seq.cache)
 
-    def root(self, seq: Sequence) -> bytes:
+    def root(self, seq: EngineSequence) -> bytes:
         """Name of what the keys of a prompt depend on, besides its tokens."""
         request = seq.request
         return repr((request.salt, prefill_key(request.plan), self._runner.rotation(request.length))).encode()
 
-    def prefill(self, seq: Sequence, ids: abc.Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+    def prefill(self, seq: EngineSequence, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
         """Store and attend tokens of a sequence's prompt; logits [vocabulary] of the last one.
 
         ``pause`` may be called at any time, and may decode other sequences; it returns whether it has.
@@ -180,13 +179,13 @@ class SequenceRunner:
         if attentions := cache.attentions:
             self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
 
-    def most_verified(self, seq: Sequence) -> int:
+    def most_verified(self, seq: EngineSequence) -> int:
         return MAX_SEQUENCES if seq.steps is None else seq.steps.most_verified(seq)
 
-    def is_ahead(self, seq: Sequence) -> bool:
+    def is_ahead(self, seq: EngineSequence) -> bool:
         return seq.steps is not None and seq.steps.is_ahead(seq)
 
-    def check(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> Checked:
+    def check(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> Checked:
         if seqs[0].steps is not None:
             checked: Checked = seqs[0].steps.check(seqs, proposals)
             return checked
@@ -199,7 +198,7 @@ class SequenceRunner:
         following = [self._verify(seq, tokens) for seq, tokens in zip(seqs, proposed)]
         return Checked(proposed, following, drafted - started, perf_counter() - drafted)
 
-    def _drafts(self, seq: Sequence, count: int) -> list[int]:
+    def _drafts(self, seq: EngineSequence, count: int) -> list[int]:
         fused, cache, token, drafts = self._fused, seq.cache, seq.token, list[int]()
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert cache is not None
@@ -218,7 +217,7 @@ class SequenceRunner:
             cache.undo(seq.num_cached)
         return drafts
 
-    def _verify(self, seq: Sequence, tokens: abc.Sequence[int]) -> abc.Sequence[Tensor]:
+    def _verify(self, seq: EngineSequence, tokens: Sequence[int]) -> Sequence[Tensor]:
         fused = self._fused
         assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert seq.cache is not None
@@ -228,11 +227,11 @@ class SequenceRunner:
             tokens = tokens[:-1]  # what would follow it is of no use
         return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
-    def undo(self, seq: Sequence) -> None:
+    def undo(self, seq: EngineSequence) -> None:
         if seq.steps is None and seq.cache is not None:
             seq.cache.undo(seq.num_cached)
 
-    def groups(self, seqs: abc.Sequence[Sequence]) -> abc.Sequence[abc.Sequence[Sequence]]:
+    def groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
         """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin
         in their order, and have a ``path`` then: one that cannot begin is the first without."""
         for seq in seqs:
@@ -240,7 +239,7 @@ class SequenceRunner:
                 self._begin_steps(seq)
         captured = [[seq for seq in seqs if seq.steps is group] for group in self._groups]
         parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
-        others, joined = [seq for seq in seqs if seq.steps is None], list[Sequence]()
+        others, joined = [seq for seq in seqs if seq.steps is None], list[EngineSequence]()
         if self._fused is not None and self._fused.joins:
             plans = [seq.request.plan for seq in others]
             joins = [plan.can_undo and not plan.wants_hidden for plan in plans]
@@ -248,7 +247,7 @@ class SequenceRunner:
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*chain(*parts), *groups, *([seq] for seq in others if seq not in joined)]
 
-    def _begin_steps(self, seq: Sequence) -> None:
+    def _begin_steps(self, seq: EngineSequence) -> None:
         """Decide which steps a sequence takes, and let it join others in captured ones."""
         assert seq.cache is not None
         if reason := self._reason_uncaptured(seq):
@@ -297,10 +296,10 @@ class SequenceRunner:
             count += group.prepare(rule, num_seqs, min(most, self.longest or most))
         return count
 
-    def _takes_blocks(self, seq: Sequence) -> bool:
+    def _takes_blocks(self, seq: EngineSequence) -> bool:
         return self._runner.fast_path.takes_blocks(seq.request.plan, seq.decoder is not None, self._runner.model)
 
-    def _reason_uncaptured(self, seq: Sequence) -> str | None:
+    def _reason_uncaptured(self, seq: EngineSequence) -> str | None:
         """Why the steps of a sequence are not captured; None: they are."""
         if seq.observer is not None:
             return "what is selected is recorded"
@@ -323,12 +322,12 @@ class SequenceRunner:
         cache.reserve_rows([0])  # and the scratch page
         return cache
 
-    def recall(self, seq: Sequence) -> None:
+    def recall(self, seq: EngineSequence) -> None:
         """Let a sequence that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for
         it."""
         seq.steps.recall()
 
-    def leave(self, seq: Sequence) -> None:
+    def leave(self, seq: EngineSequence) -> None:
         """Count what a sequence has done in captured steps: it ends."""
         if seq.steps is None:
             return
@@ -343,7 +342,7 @@ class SequenceRunner:
         for group in self._groups:
             group.release(kv)
 
-    def runs(self, kv: KVPool) -> abc.Sequence[Run]:
+    def runs(self, kv: KVPool) -> Sequence[Run]:
         """Pages of a pool that the model keeps for itself."""
         return [run for group in self._groups for run in group.runs(kv)]
 
@@ -362,7 +361,7 @@ class SequenceRunner:
         room = self.room(kv) if self._runner.fast_path.enabled else 0
         return min(kv.pages.num_pages // 2, (room or 0) // 4)
 
-    def pages_of(self, seq: Sequence) -> int:
+    def pages_of(self, seq: EngineSequence) -> int:
         """The most pages' worth of memory that a sequence needs."""
         layers = [layer.layer for layer in self._runner.directory.full_layers]
         length = len(seq.request.ids) + _room_behind(seq)
@@ -388,6 +387,6 @@ class SequenceRunner:
         return self._runner.fast_path.fused(self._runner.model)
 
 
-def _room_behind(seq: Sequence) -> int:
+def _room_behind(seq: EngineSequence) -> int:
     """Tokens for which there is to be room behind the prompt of a sequence."""
     return seq.request.max_new_tokens if seq.pins is None else max(seq.request.max_new_tokens, ROOM_BEHIND_DOCUMENTS)

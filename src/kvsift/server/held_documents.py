@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from kvsift.api.llm import LLM
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import FinishReason, Sequence
+from kvsift.engine.sequence import EngineSequence, FinishReason
 from kvsift.errors import InputError, Unavailable, UnreadableFile, UnsupportedPrompt
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
@@ -72,7 +71,7 @@ class HeldDocument(Generic[Question]):
     client: str
     salt: str
     kept: Path | None = None
-    seq: Sequence | None = None
+    seq: EngineSequence | None = None
     output: DocumentPrefill | None = None
     tokens: int = 0
     num_reported: int = 0
@@ -104,7 +103,7 @@ class HeldDocuments(Generic[Question]):
         self._llm, self._form, self._plan, self._send = llm, form, plan, send
         self._begin, self._refuse = begin, refuse
         self._held: dict[str, HeldDocument[Question]] = {}
-        self._in_prefill: dict[HeldDocument[Question], Sequence] = {}  # those whose sequences have not ended
+        self._in_prefill: dict[HeldDocument[Question], EngineSequence] = {}  # those whose sequences have not ended
         self._queue: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
         self._lock = Lock()
         Thread(target=self._prefill_all, daemon=True).start()
@@ -177,7 +176,7 @@ class HeldDocuments(Generic[Question]):
         document.is_settled = False
         self._settle(document, _reason(error))
 
-    def _report(self, document: HeldDocument[Question], seq: Sequence) -> None:
+    def _report(self, document: HeldDocument[Question], seq: EngineSequence) -> None:
         ended = seq.is_ended  # before its progress is fetched
         if ended:
             error = seq.error
@@ -220,7 +219,7 @@ class HeldDocuments(Generic[Question]):
         if self._held.get(document.key) is not document:  # deleted meanwhile
             self._llm.loop.close(seq)
 
-    def _submits(self, seq: Sequence) -> bool:
+    def _submits(self, seq: EngineSequence) -> bool:
         """Queue a sequence, unless too many wait."""
         try:
             self._llm.loop.submit(seq)
@@ -228,7 +227,7 @@ class HeldDocuments(Generic[Question]):
             return False
         return True
 
-    def _seq(self, document: HeldDocument[Question]) -> Sequence:
+    def _seq(self, document: HeldDocument[Question]) -> EngineSequence:
         self._llm.check_text(document.text)
         ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
@@ -240,7 +239,7 @@ class HeldDocuments(Generic[Question]):
             seq.source = source_of(document.kept, self._llm, seq)
         return seq
 
-    def _new_sequence(self, document: HeldDocument[Question], ids: abc.Sequence[int]) -> Sequence:
+    def _new_sequence(self, document: HeldDocument[Question], ids: Sequence[int]) -> EngineSequence:
         def on_end() -> None:
             if document.kept is not None and seq.source is None and self._held.get(document.key) is document:
                 keep(document.kept, self._llm, seq, document.text)
@@ -250,7 +249,7 @@ class HeldDocuments(Generic[Question]):
         document.output = DocumentPrefill(on_end)
         plan = self._llm.uncaptured_plan(self._plan, len(ids), is_observed=True)
         request = Request(ids, 1, plan, client=document.client, salt=document.salt)
-        seq = Sequence(request, document.output, holds=True)
+        seq = EngineSequence(request, document.output, holds=True)
         return seq
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:

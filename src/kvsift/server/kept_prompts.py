@@ -9,13 +9,13 @@ from pathlib import Path
 from kvsift.api.llm import LLM
 from kvsift.api.saved_document import SavedDocument, check_saving, save
 from kvsift.engine.prefill_sharing import learns_from_prompt
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.errors import InputError, OtherModel
 from kvsift.models.hf.cache import SparseCache
 from kvsift.tokenization.prompt import DocumentText
 
 
-def source_of(path: Path, llm: LLM, seq: Sequence) -> Callable[[SparseCache], None] | None:
+def source_of(path: Path, llm: LLM, seq: EngineSequence) -> Callable[[SparseCache], None] | None:
     """Return the source of a sequence whose prompt was kept; None, which is logged, if it cannot be used."""
     if not path.exists():
         return None
@@ -35,7 +35,7 @@ def source_of(path: Path, llm: LLM, seq: Sequence) -> Callable[[SparseCache], No
     return fill
 
 
-def keep(path: Path, llm: LLM, seq: Sequence, text: str) -> None:
+def keep(path: Path, llm: LLM, seq: EngineSequence, text: str) -> None:
     """Save the prompt of a sequence whose prefill has just ended; a failure is logged."""
     assert seq.cache is not None
     if seq.no_reuse or learns_from_prompt(seq.request.plan):

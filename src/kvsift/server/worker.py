@@ -16,7 +16,7 @@ import ctypes
 import os
 import sys
 import traceback
-from collections import abc
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from socket import socket
@@ -29,7 +29,7 @@ from kvsift.api.generation import answer_of_sequence, sequence_of
 from kvsift.api.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.exactness import check_exact
 from kvsift.errors import EmptyText, InputError, InvalidValue, KVSiftError, UnreadableFile, UnusedOption
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
@@ -51,7 +51,7 @@ class OpenSequence:
 
     request: int
     index: int
-    seq: Sequence
+    seq: EngineSequence
     reply: Reply
     started: float
     num_prefilled_sent: int | None = None
@@ -241,7 +241,7 @@ class Worker:
             seqs.append(OpenSequence(message["id"], index, sequence_of(llm, reply), reply, started))
         return seqs
 
-    def _max_new_tokens(self, ids: abc.Sequence[int], max_tokens: int | None) -> int:
+    def _max_new_tokens(self, ids: Sequence[int], max_tokens: int | None) -> int:
         positions = self._llm.directory.max_positions
         if not ids:
             raise EmptyText("the prompt is empty.")

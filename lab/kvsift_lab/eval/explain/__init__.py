@@ -8,14 +8,14 @@ explain_tokens(llm, text, question)           # every token of the answer, from 
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsift.api.llm import LLM
 from kvsift.engine.follow import follow
 from kvsift.engine.options import GenerateOptions, ProgressCallback
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.errors import InvalidValue, MissingInput, TooShort, UnsupportedPlan, UnusedOption
 from kvsift.models.hf.sparse import PlanSpec
@@ -51,9 +51,9 @@ class ExplainOptions:
     """
 
     plan: PlanSpec = None
-    methods: abc.Sequence[str] = ()
+    methods: Sequence[str] = ()
     budget: int | None = None
-    tokens: abc.Sequence[int] | None = None
+    tokens: Sequence[int] | None = None
     max_new_tokens: int = 32
     passage_tokens: int = 64
 
@@ -72,11 +72,11 @@ class ExplainOptions:
                 )
 
     @property
-    def candidates(self) -> abc.Sequence[int]:
+    def candidates(self) -> Sequence[int]:
         """Indices of the tokens to explain, before the length of the answer is known."""
         return range(self.max_new_tokens) if self.tokens is None else list(dict.fromkeys(self.tokens))
 
-    def tokens_of(self, answer: abc.Sequence[str]) -> abc.Sequence[int]:
+    def tokens_of(self, answer: Sequence[str]) -> Sequence[int]:
         """Return the indices of the tokens to explain.
 
         Raises:
@@ -141,7 +141,7 @@ def explain_tokens(
 
 
 def _findings(
-    observer: MethodObserver, rules: dict[str, Rule], pieces: abc.Sequence[str], context: str, options: ExplainOptions
+    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], context: str, options: ExplainOptions
 ) -> dict[str, Any]:
     """Return the fields of an explanation that depend on the tokens before the explained one."""
     position = len(pieces) - 1
@@ -173,7 +173,7 @@ def equal_budget(plan: Plan, tokens: int | None) -> Budget:
     return own
 
 
-def _rules(budget: Budget, methods: abc.Sequence[str]) -> dict[str, Rule]:
+def _rules(budget: Budget, methods: Sequence[str]) -> dict[str, Rule]:
     rules = {}
     for spec in [ORACLE, *methods]:
         keys = [key for pair in spec.split(":")[1:] if (key := pair.partition("=")[0].strip()) in BUDGET_KEYS]
@@ -211,10 +211,10 @@ def _answer(
     stop = None if llm.tokenizer.chat_template else STOP
     request = llm.request(ids, plan, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
     output = TextOutput(request, llm.tokenizer, llm.device)
-    row = Sequence(request, output, observer=observer, decode_from=len(ids) - 1)
-    for _ in follow(llm.loop, [row], [output]):
+    seq = EngineSequence(request, output, observer=observer, decode_from=len(ids) - 1)
+    for _ in follow(llm.loop, [seq], [output]):
         if progress is not None:
             progress(min(output.num_prefilled, len(ids) - 1), len(ids) - 1)
-    if row.error is not None:
-        raise row.error
+    if seq.error is not None:
+        raise seq.error
     return output.transcript

@@ -12,8 +12,7 @@ they go on, is found on the device. While drafts pause, a step is launched befor
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, product
@@ -29,7 +28,7 @@ from kvsift.engine.graphs.sequence_groups import Group
 from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS, Session
 from kvsift.engine.graphs.slots import Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.exact_step import Checked
 from kvsift.kernels.block_attention import reach
@@ -85,9 +84,9 @@ class BlockGroup(Group[SequenceBlocks]):
         super().__init__(session, rotation, most)
         self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
         self._dense_seqs = STEADY_SLOTS if session.keeps_bits else BLOCK_SEQUENCES  # of a part
-        self._layers: abc.Sequence[DecodeLayer] = ()  # of the last drafts
+        self._layers: Sequence[DecodeLayer] = ()  # of the last drafts
 
-    def join(self, seq: Sequence) -> None:
+    def join(self, seq: EngineSequence) -> None:
         cache = seq.cache
         assert cache is not None
         pages = torch.tensor(cache.table.planned(0), dtype=torch.int32, device=cache.attentions[0].like.device)
@@ -115,16 +114,16 @@ class BlockGroup(Group[SequenceBlocks]):
         self.setup_s += perf_counter() - started
         return captured
 
-    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
-        parts: dict[int, list[Sequence]] = {}
+    def parts(self, seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
+        parts: dict[int, list[EngineSequence]] = {}
         for seq in seqs:
             parts.setdefault(self._number(seq), []).append(seq)
         return list(parts.values())
 
-    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
+    def step(self, seqs: Sequence[EngineSequence]) -> list[int]:
         return self._plain_step(seqs)[0]
 
-    def _plain_step(self, seqs: abc.Sequence[Sequence]) -> tuple[list[int], float]:
+    def _plain_step(self, seqs: Sequence[EngineSequence]) -> tuple[list[int], float]:
         """The token that follows the last one of each sequence, and the seconds of the step."""
         number, kept = self._number(seqs[0]), [self._seqs[seq] for seq in seqs]
         step = self._ahead.pop(number, None)
@@ -150,11 +149,11 @@ class BlockGroup(Group[SequenceBlocks]):
             each.note(seq.num_cached, 0, False)
         return chosen, step.clock.seconds
 
-    def most_verified(self, seq: Sequence) -> int:
+    def most_verified(self, seq: EngineSequence) -> int:
         """Tokens of the next block of a sequence, at most."""
         return self._most_verified(self._blocks(self._number(seq), BLOCK), seq.num_cached)
 
-    def is_ahead(self, seq: Sequence) -> bool:
+    def is_ahead(self, seq: EngineSequence) -> bool:
         step = self._ahead.get(self._number(seq))
         return isinstance(step, PlainStep) and SequencePlace.of(seq) in step.places
 
@@ -162,7 +161,7 @@ class BlockGroup(Group[SequenceBlocks]):
         stretch = reach(slots.layers[0].kv)
         return min(BLOCK, stretch - num_cached % stretch)
 
-    def check(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> Checked:
+    def check(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
         proposals = self._as_many(seqs, proposals)
         places = [SequencePlace.of(seq) for seq, proposal in zip(seqs, proposals) if proposal.drafts]
@@ -178,7 +177,7 @@ class BlockGroup(Group[SequenceBlocks]):
                 of_drafts = self._session.slots(len(places), self._rules)
                 modes = {of_drafts.sparse_mode(self._seqs[place.seq].rule) for place in places}
                 draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
-        fed: dict[Sequence, list[int]] = {seq: [seq.token, *each.tokens] for seq, each in zip(seqs, proposals)}
+        fed: dict[EngineSequence, list[int]] = {seq: [seq.token, *each.tokens] for seq, each in zip(seqs, proposals)}
         drafts = ahead if isinstance(ahead, Drafts) else None
         if not places:
             drafts = None
@@ -209,7 +208,7 @@ class BlockGroup(Group[SequenceBlocks]):
             self._seqs[seq].note(seq.num_cached, len(each), proposal.drafts > 0)
         return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
 
-    def _as_many(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> list[Proposal]:
+    def _as_many(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> list[Proposal]:
         """Let all sequences that draft draft as many tokens as the longest, or as they may: its steps run anyway."""
         longest = max(proposal.drafts for proposal in proposals)
         if not longest:
@@ -220,16 +219,16 @@ class BlockGroup(Group[SequenceBlocks]):
         return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
 
     def _following(
-        self, seqs: abc.Sequence[Sequence], proposed: abc.Sequence[abc.Sequence[int]], chosen: abc.Sequence[list[int]]
+        self, seqs: Sequence[EngineSequence], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
     ) -> list[list[int]]:
         """What follows the last token of each sequence, and each proposed one, of what each block has chosen."""
         return [chosen[self._place(seq)][: 1 + len(each)] for seq, each in zip(seqs, proposed)]
 
     def _after(
         self,
-        seqs: abc.Sequence[Sequence],
-        proposed: abc.Sequence[abc.Sequence[int]],
-        following: abc.Sequence[abc.Sequence[int]],
+        seqs: Sequence[EngineSequence],
+        proposed: Sequence[Sequence[int]],
+        following: Sequence[Sequence[int]],
     ) -> list[SequencePlace]:
         """The places of sequences after a verification, if they go on."""
         places = []
@@ -238,7 +237,7 @@ class BlockGroup(Group[SequenceBlocks]):
             places.append(SequencePlace(seq, seq.num_cached + accepted + 1, chosen[accepted]))
         return places
 
-    def _go_on(self, slots: Slots, drafts: Drafts, counts: abc.Sequence[int]) -> bool:
+    def _go_on(self, slots: Slots, drafts: Drafts, counts: Sequence[int]) -> bool:
         """Whether sequences will probably be asked for so many drafts again, and may be, whatever is accepted of
         these."""
         for place, verified, asked in zip(drafts.places, drafts.counts, counts):
@@ -287,7 +286,7 @@ class BlockGroup(Group[SequenceBlocks]):
             kept.drafts += range(num_cached + 1, num_cached + count_of_sequence + 1)
             kept.counted = kept.counted + counted
 
-    def _blocks_of(self, seqs: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int]]) -> dict[int, Block]:
+    def _blocks_of(self, seqs: Sequence[EngineSequence], tokens: Sequence[Sequence[int]]) -> dict[int, Block]:
         """Consecutive tokens of each sequence, by the place of its block."""
         blocks = {}
         for seq, fed in zip(seqs, tokens):
@@ -301,15 +300,15 @@ class BlockGroup(Group[SequenceBlocks]):
         width = 1 + max(self._place(seq) for seq in self._seqs if self._number(seq) == number)
         return self._session.blocks(number, width, size, self._rules)
 
-    def _place(self, seq: Sequence) -> int:
+    def _place(self, seq: EngineSequence) -> int:
         """Return the place of a sequence's block in the slots of its part."""
         return self._seqs[seq].place % self._sequences_of_part(seq)
 
-    def _number(self, seq: Sequence) -> int:
+    def _number(self, seq: EngineSequence) -> int:
         """Return the number of a sequence's part, odd for exact sequences."""
         return 2 * (self._seqs[seq].place // self._sequences_of_part(seq)) + (seq.decoder is not None)
 
-    def _sequences_of_part(self, seq: Sequence) -> int:
+    def _sequences_of_part(self, seq: EngineSequence) -> int:
         return self._dense_seqs if seq.decoder is None else BLOCK_SEQUENCES
 
     def _assignment(self, place: SequencePlace) -> Assignment:
@@ -342,7 +341,7 @@ class BlockGroup(Group[SequenceBlocks]):
             self._layers = ()  # they hold the tensors
         super().release(kv)
 
-    def _end(self, seq: Sequence, kept: SequenceBlocks) -> None:
+    def _end(self, seq: EngineSequence, kept: SequenceBlocks) -> None:
         self._ahead.pop(self._number(seq), None)
         seq.setup_s = self.setup_s - kept.setup_s
         self._count(kept)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsift.engine.graphs.feeds import drafts_at
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 
 
 class Clock:
@@ -42,12 +42,12 @@ class Clock:
 class SequencePlace(NamedTuple):
     """How far a sequence is."""
 
-    seq: Sequence
+    seq: EngineSequence
     num_cached: int
     token: int  # the next to feed
 
     @classmethod
-    def of(cls, seq: Sequence) -> SequencePlace:
+    def of(cls, seq: EngineSequence) -> SequencePlace:
         return cls(seq, seq.num_cached, seq.token)
 
     @property

@@ -8,7 +8,8 @@ is not read.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import abc, deque
+from collections import deque
+from collections.abc import Sequence
 from itertools import product
 from time import perf_counter
 from typing import Generic, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from kvsift.engine.graphs.probing import Probe, probe_sequences
 from kvsift.engine.graphs.session import STEADY_SLOTS, Session
 from kvsift.engine.graphs.slots import Slots, StepKind, tokens_of
 from kvsift.engine.sampling import CHOICES, choice_of
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.layer.paged_decode import ALWAYS, StepMode, rule_of
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
@@ -47,7 +48,7 @@ class Group(ABC, Generic[GroupMember]):
 
     def __init__(self, session: Session, rotation: int | None, most: int = STEADY_SLOTS) -> None:
         self._session, self.rotation, self._most = session, rotation, most
-        self._seqs: dict[Sequence, GroupMember] = {}
+        self._seqs: dict[EngineSequence, GroupMember] = {}
         self.setup_s = 0.0
 
     def serves(self, kv: KVPool) -> bool:
@@ -55,7 +56,7 @@ class Group(ABC, Generic[GroupMember]):
         return self._session.kv is kv or bool(self._seqs)
 
     @property
-    def seqs(self) -> list[Sequence]:
+    def seqs(self) -> list[EngineSequence]:
         """Sequences that have not left."""
         return list(self._seqs)
 
@@ -63,7 +64,7 @@ class Group(ABC, Generic[GroupMember]):
         """Pages of a pool that are of no sequence."""
         return self._session.table.all_runs if self._session.kv is kv else []
 
-    def takes(self, seq: Sequence, rotation: int | None) -> bool:
+    def takes(self, seq: EngineSequence, rotation: int | None) -> bool:
         """Whether a sequence may join: the rules of a group share a method, and dense sequences may be beside them."""
         assert seq.cache is not None
         rule, rules = rule_of(seq.request.plan), (rule_of(each.request.plan) for each in self._seqs)
@@ -72,10 +73,10 @@ class Group(ABC, Generic[GroupMember]):
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
-    def join(self, seq: Sequence) -> None:
+    def join(self, seq: EngineSequence) -> None:
         """Add a sequence whose prompt is prefilled."""
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, seq: EngineSequence) -> None:
         """Remove a sequence that failed to join."""
         self._seqs.pop(seq, None)
 
@@ -88,12 +89,12 @@ class Group(ABC, Generic[GroupMember]):
         """Capture the steps of up to so many sequences under a rule, each of up to so many pages; returns how many."""
 
     @abstractmethod
-    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
+    def parts(self, seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
         """Group the sequences that have a token in the next step by the step that they take together; ``seqs`` are all
         of the group's, and the others join after it."""
 
     @abstractmethod
-    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
+    def step(self, seqs: Sequence[EngineSequence]) -> list[int]:
         """Return the next token of each sequence of a part."""
 
     @abstractmethod
@@ -106,7 +107,7 @@ class Group(ABC, Generic[GroupMember]):
             self.recall()
             self._session.release()
 
-    def leave(self, seq: Sequence) -> CapturedSequence | None:
+    def leave(self, seq: EngineSequence) -> CapturedSequence | None:
         """Let a sequence go, and count its steps; returns those of which some were launched ahead.
 
         After an interrupt it may be called again. The sequence has left then, and nothing is counted twice; what was
@@ -120,7 +121,7 @@ class Group(ABC, Generic[GroupMember]):
             seq.steps = None  # whoever keeps the sequence keeps no graphs
 
     @abstractmethod
-    def _end(self, seq: Sequence, kept: GroupMember) -> CapturedSequence | None:
+    def _end(self, seq: EngineSequence, kept: GroupMember) -> CapturedSequence | None:
         """Count the steps of a sequence that leaves, which is not called again; returns as ``leave``."""
 
 
@@ -129,8 +130,8 @@ class LaunchedStep(NamedTuple):
 
     results: Tensor  # ``Slots.results``, on the host once the event has come
     event: torch.cuda.Event | None
-    seqs: abc.Sequence[CapturedSequence]  # by slot
-    probes: abc.Sequence[Probe]
+    seqs: Sequence[CapturedSequence]  # by slot
+    probes: Sequence[Probe]
 
 
 class SequenceGroup(Group[CapturedSequence]):
@@ -147,7 +148,7 @@ class SequenceGroup(Group[CapturedSequence]):
         self._dense_below = 0  # contexts shorter than this were dense
         self._prepared: Rule | None = None  # for sequences of its method steps were captured ahead, and are kept
 
-    def takes(self, seq: Sequence, rotation: int | None) -> bool:
+    def takes(self, seq: EngineSequence, rotation: int | None) -> bool:
         rule = rule_of(seq.request.plan)
         alike = rule is None or self._prepared is None or rule.method == self._prepared.method
         if (
@@ -157,7 +158,7 @@ class SequenceGroup(Group[CapturedSequence]):
             alike = not others or (not plan.is_guarded and others == {plan.decode})
         return alike and super().takes(seq, rotation)
 
-    def join(self, seq: Sequence) -> None:
+    def join(self, seq: EngineSequence) -> None:
         assert seq.cache is not None
         cache, stats, start, most = seq.cache, seq.counters, seq.num_cached, seq.request.max_new_tokens - 1
         rule, guard = rule_of(seq.request.plan), cache.run.guards.of(0)
@@ -190,7 +191,7 @@ class SequenceGroup(Group[CapturedSequence]):
         self.setup_s += perf_counter() - started
         return count
 
-    def parts(self, seqs: abc.Sequence[Sequence]) -> list[list[Sequence]]:
+    def parts(self, seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
         """One that joins waits for what was launched without it."""
         if not self._launched:
             return [list(seqs)]
@@ -202,7 +203,7 @@ class SequenceGroup(Group[CapturedSequence]):
             self._moves = True
         return [present]
 
-    def step(self, seqs: abc.Sequence[Sequence]) -> list[int]:
+    def step(self, seqs: Sequence[EngineSequence]) -> list[int]:
         members = [self._seqs[seq] for seq in seqs]
         present = [member for member in self._by_slot if not member.done]
         is_given = any(seq.token != member.token for seq, member in zip(seqs, members))  # another one, by a client
@@ -232,7 +233,7 @@ class SequenceGroup(Group[CapturedSequence]):
             super().release(kv)
             self._slots = None
 
-    def _end(self, seq: Sequence, kept: CapturedSequence) -> CapturedSequence:
+    def _end(self, seq: EngineSequence, kept: CapturedSequence) -> CapturedSequence:
         seq.setup_s, seq.dense_below = self.setup_s - kept.setup_s, self._dense_below
         kept.done = True
         if kept in self._by_slot and self._slots is not None:
@@ -242,7 +243,7 @@ class SequenceGroup(Group[CapturedSequence]):
             add_counts(kept, slots.layers, slots.over_bus)
         return kept
 
-    def _assign(self, seqs: abc.Sequence[CapturedSequence]) -> None:
+    def _assign(self, seqs: Sequence[CapturedSequence]) -> None:
         started = perf_counter()
         for seq in seqs:
             seq.widen()
@@ -274,7 +275,7 @@ class SequenceGroup(Group[CapturedSequence]):
         for seq in self._by_slot:
             seq.stats.probe_s += 0.0 if seq.done else seconds
 
-    def _launch(self, seqs: abc.Sequence[CapturedSequence]) -> None:
+    def _launch(self, seqs: Sequence[CapturedSequence]) -> None:
         slots = self._slots
         assert slots is not None
         kind = self._kind(self._by_slot, seqs)
@@ -297,7 +298,7 @@ class SequenceGroup(Group[CapturedSequence]):
         self._pause(seconds)
         self._launched.append(LaunchedStep(buffer, event, self._by_slot, probes))
 
-    def _read(self, seqs: abc.Sequence[CapturedSequence]) -> list[int]:
+    def _read(self, seqs: Sequence[CapturedSequence]) -> list[int]:
         step = self._launched.popleft()
         if step.event is not None:
             step.event.synchronize()
@@ -312,14 +313,12 @@ class SequenceGroup(Group[CapturedSequence]):
             read.append(seq.token)
         return read
 
-    def _kind(
-        self, seqs: abc.Sequence[CapturedSequence], running: abc.Sequence[CapturedSequence], ahead: int = 0
-    ) -> StepKind:
+    def _kind(self, seqs: Sequence[CapturedSequence], running: Sequence[CapturedSequence], ahead: int = 0) -> StepKind:
         """The step that these of the sequences need, so many steps from now."""
         modes: set[StepMode] = {"mixed"} if self._session.steady else {seq.mode(ahead) for seq in running}
         return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(seq.sampling for seq in seqs))
 
-    def _should_move(self, seqs: abc.Sequence[CapturedSequence]) -> bool:
+    def _should_move(self, seqs: Sequence[CapturedSequence]) -> bool:
         """Return whether the sequences that are left move to fewer slots."""
         if self._slots is None or not seqs or 2 * len(seqs) > self._slots.num_slots or self._session.steady:
             return False

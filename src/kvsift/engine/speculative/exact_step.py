@@ -8,13 +8,12 @@ decoding, whatever was drafted.
 
 from __future__ import annotations
 
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvsift.engine.sequence import Sequence
+from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.pace import decide_together
 
@@ -31,8 +30,8 @@ class Checked(NamedTuple):
         draft_s, verify_s: seconds; captures count nowhere.
     """
 
-    proposed: abc.Sequence[abc.Sequence[int]]
-    following: abc.Sequence[abc.Sequence[Logits]]
+    proposed: Sequence[Sequence[int]]
+    following: Sequence[Sequence[Logits]]
     draft_s: float
     verify_s: float
 
@@ -40,22 +39,22 @@ class Checked(NamedTuple):
 class ExactModel(Protocol):
     """What exact decoding needs of a model. Sequences are exact, and given together those of one group of the loop."""
 
-    def most_verified(self, seq: Sequence) -> int:
+    def most_verified(self, seq: EngineSequence) -> int:
         """Tokens of the next verification of a sequence, at most."""
 
-    def is_ahead(self, seq: Sequence) -> bool:
+    def is_ahead(self, seq: EngineSequence) -> bool:
         """Whether the step that feeds the last token of a sequence alone is on its way."""
 
-    def check(self, seqs: abc.Sequence[Sequence], proposals: abc.Sequence[Proposal]) -> Checked:
+    def check(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> Checked:
         """Draft where drafts are proposed; then store the last token of each sequence and the proposed ones, and attend
         them densely."""
 
-    def undo(self, seq: Sequence) -> None:
+    def undo(self, seq: EngineSequence) -> None:
         """Forget what is stored of a sequence behind ``num_cached`` tokens."""
 
 
 def step_exactly(
-    model: ExactModel, seqs: abc.Sequence[Sequence], notify: Callable[[Sequence, Logits], int | None]
+    model: ExactModel, seqs: Sequence[EngineSequence], notify: Callable[[EngineSequence, Logits], int | None]
 ) -> None:
     """Feed the last token of each sequence, and those after it that are proposed and accepted.
 
