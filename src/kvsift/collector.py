@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Let no garbage be collected. Graphs among it cannot be destroyed while another is captured."""
+    """Let no garbage be collected. CUDA graphs among it cannot be destroyed while another is captured."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

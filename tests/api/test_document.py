@@ -102,21 +102,21 @@ def test_only_the_question_is_fed_after_the_document(llama: Path) -> None:
 
 
 def test_the_document_is_read_again_only_for_another_prefill(llama: Path) -> None:
-    told: list[tuple[int, int]] = []
+    notified: list[tuple[int, int]] = []
     llm = LLM(llama, chunk_size=256)
-    document = llm.read(TEXT, progress=lambda done, total: told.append((done, total)))
-    assert told == []  # reading happens with the first question
+    document = llm.read(TEXT, progress=lambda done, total: notified.append((done, total)))
+    assert notified == []  # reading happens with the first question
     total = document.num_tokens
     for plan in PLANS[:7]:
         ask(document, QUESTIONS[0], plan)
-    once = len(told)  # 3 where the client keeps up: the engine does not wait for it
-    assert told[-1] == (total, total)
-    assert told == sorted(told)
+    once = len(notified)  # 3 where the client keeps up: the engine does not wait for it
+    assert notified[-1] == (total, total)
+    assert notified == sorted(notified)
     ask(document, QUESTIONS[0], PLANS[7])
-    again = told[once:]
+    again = notified[once:]
     ask(document, QUESTIONS[1], PLANS[7])
     assert again[-1] == (total, total)
-    assert again == sorted(again) == told[once:]
+    assert again == sorted(again) == notified[once:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from refusals import refused
 
 from kvsift import LLM
 from kvsift.api.passages import MOST_SPANS, Passages, passages_of
-from kvsift.engine.sequence_runner import SequenceRunner
+from kvsift.engine.executor import Executor
 from kvsift.layer.selection_log import LayerSelections, SelectionLog
 from kvsift.methods import catalogue, method_class
 from kvsift.plan.syntax import parse_plan
@@ -168,16 +168,16 @@ def test_turns_and_documents_agree_and_sequences_do_not_mix(kind: str, request: 
 def test_a_step_that_failed_counts_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, prompts = new_llm(llama), [text_of(300), text_of(420)]
     expected = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
-    decode, calls = SequenceRunner.decode_sequences, []
+    decode, calls = Executor.decode_sequences, []
 
-    def failing(self: SequenceRunner, seqs: Any) -> object:
+    def failing(self: Executor, seqs: Any) -> object:
         logits = decode(self, seqs)
         calls.append(len(seqs))
         if calls.count(2) == 2 and calls[-1] == 2:
             raise RuntimeError("a fault after the pass")
         return logits
 
-    monkeypatch.setattr(SequenceRunner, "decode_sequences", failing)
+    monkeypatch.setattr(Executor, "decode_sequences", failing)
     again = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
     assert again == expected
     assert calls.count(2) > 2

@@ -10,7 +10,7 @@ from engine.tiny_directory import POSITIONS, text_of
 from refusals import refused
 
 from kvsift import Sampling
-from kvsift.engine import sequence_runner
+from kvsift.engine import executor
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods.quoka import QuoKA
@@ -103,7 +103,7 @@ def test_memory_is_allocated_for_as_many_tokens_as_asked_or_as_there_is_room_for
         new_llm(llama).warm_up(num_tokens=0)
     llm = new_llm(llama)
     per_token = llm.directory.kv_bytes_per_token(llm.dtype)
-    monkeypatch.setattr(sequence_runner, "available_bytes", lambda device: 2000 * per_token)
+    monkeypatch.setattr(executor, "available_bytes", lambda device: 2000 * per_token)
     done = llm.warm_up([QUEST])
     assert 1000 < done.num_tokens < 2000
     answer = llm.generate(text_of(2500), plan=QUEST, max_new_tokens=4)

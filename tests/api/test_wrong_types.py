@@ -18,8 +18,8 @@ from refusals import refused
 import kvsift
 from kvsift import LLM, Budget, KVSiftError, Plan, Rule, Sampling
 from kvsift.api.llm import MOST_CHUNK
+from kvsift.engine.executor import Executor
 from kvsift.engine.options import GenerateOptions
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.methods.quest import Quest
 
 
@@ -195,7 +195,7 @@ def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
 
 def test_a_stream_that_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream("Once", max_new_tokens=4)
-    monkeypatch.setattr(SequenceRunner, "decode_sequences", lambda runner, seqs: 1 / 0)
+    monkeypatch.setattr(Executor, "decode_sequences", lambda executor, seqs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(stream)
     assert list(stream) == []

@@ -99,8 +99,8 @@ def test_how_the_document_was_read_is_proved_too(ask: Run) -> None:
 
 def test_the_command_line_answers_what_the_library_answers(ask: Run, model: Path, text: Path) -> None:
     answer = LLM(model, PLAN).read(text.read_text()).ask("Why?", max_new_tokens=6)
-    told = ask("--plan", PLAN, "--json").document["answers"][0]
-    assert (told["text"], told["token_ids"]) == (answer.text, answer.token_ids)
+    shown = ask("--plan", PLAN, "--json").document["answers"][0]
+    assert (shown["text"], shown["token_ids"]) == (answer.text, answer.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ import kvsift
 from kvsift.api import saved_document
 from kvsift.cli.methods import method_row
 from kvsift.engine import prefill_sharing
+from kvsift.engine.executor import Executor
 from kvsift.engine.graphs import fast_path
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative import exactness
 from kvsift.errors import KVSiftError
 from kvsift.kernels.page_summary import SUMMARIES
@@ -44,7 +44,7 @@ from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
 from kvsift.models.captured_step import NO_STEP
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep
 from kvsift.models.hf.unwrap import refuse_unsupported
 from kvsift.plan.budget import Budget
@@ -241,7 +241,7 @@ def runner(
         None,  # type: ignore[arg-type]
     )  # fmt: skip
     made._model, made._settings = model, SimpleNamespace(applied=applied)  # type: ignore[assignment]
-    fused = reason(model, DecoderStep.objections, NO_STEP) is None
+    fused = reason(model, FusedStep.objections, NO_STEP) is None
     made.fast_path.fused = lambda model: SimpleNamespace(joins=joins) if fused else None  # type: ignore[assignment]
     return made
 
@@ -253,7 +253,7 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
     settings = {"observer": None, "decoder": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
-    found: Any = SequenceRunner(made)._reason_uncaptured(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
+    found: Any = Executor(made)._reason_uncaptured(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
 
@@ -408,7 +408,7 @@ VLLM: dict[str, dict[str, Any]] = {
 def of_models(built: dict[str, Any]) -> Iterator[tuple[str, Answers]]:
     """Questions about models, and about servers of vLLM."""
     checks: dict[str, Callable[[Any], Any]] = {
-        "model: fused steps": lambda model: reason(model, DecoderStep.objections),
+        "model: fused steps": lambda model: reason(model, FusedStep.objections),
         "model: any captured step": lambda model: reason(model, NO_STEP),
         "model: steps of its own": lambda model: reason(model, TransformersStep.objections),
     }

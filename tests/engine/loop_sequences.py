@@ -8,10 +8,10 @@ from typing import Any
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
+from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import TextOutput
 from kvsift.models.hf.cache import SparseCache
@@ -39,11 +39,11 @@ def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options
     return LLM(directory, "dense", path=path, **{**settings, **options})
 
 
-def new_loop(llm: LLM, **options: Any) -> SequenceRunner:
+def new_loop(llm: LLM, **options: Any) -> Executor:
     """Give an LLM a loop with these options; what that does with the model."""
-    runner = SequenceRunner(llm)
-    llm.loop = Loop(runner, GRID, **options)
-    return runner
+    executor = Executor(llm)
+    llm.loop = Loop(executor, GRID, **options)
+    return executor
 
 
 def new_sequence(

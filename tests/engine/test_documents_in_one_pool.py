@@ -11,7 +11,7 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, native
-from kvsift.engine.sequence_runner import SequenceRunner
+from kvsift.engine.executor import Executor
 
 QUEST = "quest:budget=128:window=32:dense_layers=0"
 QUESTIONS = ["How many sacks?", "Which mill grinds?"]
@@ -58,9 +58,9 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
 
     expected = [task() for task in tasks(LLM(llama, QUEST, **options))]
     llm, together, start = LLM(llama, QUEST, **options), list[int](), Barrier(4)
-    step = SequenceRunner.decode_sequences
+    step = Executor.decode_sequences
     monkeypatch.setattr(
-        SequenceRunner, "decode_sequences", lambda runner, seqs: together.append(len(seqs)) or step(runner, seqs)
+        Executor, "decode_sequences", lambda executor, seqs: together.append(len(seqs)) or step(executor, seqs)
     )
 
     def run(task: Callable[[], list[int]]) -> list[int]:

@@ -48,7 +48,7 @@ def sequence_of(llm: LLM, number: int, has_own_mind: bool) -> EngineSequence:
 def test_sequences_come_and_go_whatever_is_drafted(
     llm: LLM, seed: int, has_own_mind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, amounts, behind, runner = random.Random(seed), dict[int, int](), [], new_loop(llm)
+    rng, amounts, behind, executor = random.Random(seed), dict[int, int](), [], new_loop(llm)
 
     def amount(pace: Pace, repeat: int, repeated: int, most: int) -> Amount:
         if repeated and rng.random() < 0.2:
@@ -92,7 +92,7 @@ def test_sequences_come_and_go_whatever_is_drafted(
         if rng.random() < 0.01 and seqs:
             llm.loop.cancel(rng.choice(list(seqs.values())))
         if rng.random() < 0.02:
-            runner.release(llm.loop.pages.kv)
+            executor.release(llm.loop.pages.kv)
     for number, seq in seqs.items():
         assert seq.error is None
         assert tokens(seq) == expected[number][: len(tokens(seq))], number

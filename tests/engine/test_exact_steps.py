@@ -21,7 +21,7 @@ from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.pace import Amount, Pace
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
@@ -220,11 +220,11 @@ def test_sequences_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch:
     seqs = [new_sequence(llm, text_of(200 + 40 * number), plan, 30) for number, plan in enumerate(plans)]
     for seq in seqs:
         llm.loop.submit(seq)
-    while any(seq.steps is None for seq in seqs):
+    while any(seq.group is None for seq in seqs):
         assert not any(seq.is_ended for seq in seqs)
         llm.loop.step()
-    assert seqs[0].steps is seqs[2].steps
-    assert len({id(seq.steps) for seq in seqs}) == 4
+    assert seqs[0].group is seqs[2].group
+    assert len({id(seq.group) for seq in seqs}) == 4
     take_steps(llm, seqs)
 
 
@@ -298,15 +298,15 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
     ids = llm.generate(text_of(100), max_new_tokens=1).token_ids  # captured steps are kept
     seen.clear()
     fresh = open_llm(Path(llm.directory.path), llm.fast_path.name)
-    step, inside = DecoderStep.__call__, list[Any]()
+    step, inside = FusedStep.__call__, list[Any]()
 
-    def within(of: DecoderStep, tokens: Any, angles: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+    def within(of: FusedStep, tokens: Any, angles: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
         seen.clear()
         logits = step(of, tokens, angles, batch, *arguments, **options)
         inside.extend(seen if batch.block else [])  # whether steps can be captured is tried without blocks
         return logits
 
-    monkeypatch.setattr(DecoderStep, "__call__", within)
+    monkeypatch.setattr(FusedStep, "__call__", within)
     assert fresh.generate(text_of(100), max_new_tokens=4).token_ids[:1] == ids
     assert inside
     assert all(inside)

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from kvsift import LLM, Sampling
 from kvsift.api import generation
 from kvsift.api.generation import Generation
+from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
 from kvsift.engine.sampling import Chooser
 from kvsift.engine.sequence import CacheReport
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import TextOutput, TokenLogprobs, Transcript
 from kvsift.errors import LogitsError
 from kvsift.layer.selection_log import SelectionLog
@@ -49,7 +49,7 @@ def of_working(*_: Any) -> bool:
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "the loop takes the sequence": (Loop, "_enter", of_sequence),
-    "the cache is opened": (SequenceRunner, "open", of_sequence),
+    "the cache is opened": (Executor, "open", of_sequence),
     "how far the prompt is read": (TextOutput, "note_prefilled", of_output),
     "a selection is recorded": (SelectionLog, "after_segment", lambda log, *_: log.prompt_length == 171),
     "the sampler": (Chooser, "__call__", lambda chooser, *_: chooser._sampling.seed == FAULTY),
@@ -228,12 +228,12 @@ def test_logits_from_which_no_token_can_be_chosen_are_named(sampling: Sampling, 
 
 def test_memory_that_cannot_be_told_ends_those_that_wait_for_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence that decodes goes on."""
-    room, alone = SequenceRunner.room, llm.generate(TEXTS[0], max_new_tokens=12).token_ids
+    room, alone = Executor.room, llm.generate(TEXTS[0], max_new_tokens=12).token_ids
     stream = llm.stream(TEXTS[0], max_new_tokens=12)
     next(stream)
-    monkeypatch.setattr(SequenceRunner, "room", lambda *_: 1 / 0)
+    monkeypatch.setattr(Executor, "room", lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="the free memory cannot be determined"):
         llm.generate(TEXTS[1], max_new_tokens=2)
-    monkeypatch.setattr(SequenceRunner, "room", room)
+    monkeypatch.setattr(Executor, "room", room)
     list(stream)
     assert stream.answer.token_ids == alone

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
+from kvsift.engine.executor import Executor
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence, FinishReason
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
@@ -373,7 +373,7 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(llama)
-    monkeypatch.setattr(SequenceRunner, "room", lambda runner, kv: 20)
+    monkeypatch.setattr(Executor, "room", lambda executor, kv: 20)
     small, large = new_sequence(llm, text_of(100), "dense"), new_sequence(llm, text_of(500), "dense")
     run(llm, large, small)
     assert small.finish_reason == "length"
@@ -474,9 +474,9 @@ def test_decoding_together_changes_no_bit(
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
     alone = [run(llm, new_sequence(llm, text, PLANS[1], 64)) for text in texts]
     seqs, groups = [new_sequence(llm, text, PLANS[1], 64) for text in texts], []
-    decode = SequenceRunner.decode_sequences
+    decode = Executor.decode_sequences
     monkeypatch.setattr(
-        SequenceRunner, "decode_sequences", lambda runner, seqs: groups.append(len(seqs)) or decode(runner, seqs)
+        Executor, "decode_sequences", lambda executor, seqs: groups.append(len(seqs)) or decode(executor, seqs)
     )
     run(llm, *seqs)
     for seq, expected in zip(seqs, alone):
@@ -538,7 +538,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 ) -> None:
     llm = new_llm(llama)
     pages = 50  # for one of these prompts, not for two
-    monkeypatch.setattr(SequenceRunner, "room", lambda runner, kv: pages - llm.loop.pages.kv.pages.num_pages)
+    monkeypatch.setattr(Executor, "room", lambda executor, kv: pages - llm.loop.pages.kv.pages.num_pages)
     texts = [text_of(600), text_of(610)[::-1], text_of(620)]
     assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
     chat = llm.chat(text_of(560))

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.kernels.sketch import SKETCHES, estimated_logits, sketch_rows, sketch_rows_reference, unpack
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, random_rotation
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def exact(queries: Tensor, keys: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
 def test_a_rotation_keeps_lengths_and_spreads_every_channel(head_dim: int) -> None:
-    matrix = rotation(head_dim, CPU)
+    matrix = random_rotation(head_dim, CPU)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(head_dim), atol=2e-6, rtol=0)
     assert float(matrix.abs().max()) <= 2 / math.sqrt(head_dim), "some channel stays by itself"
     assert float((matrix > 0).float().mean(1).sub(0.5).abs().max()) <= 0.5
@@ -77,7 +77,7 @@ def test_codes_are_the_signs_of_rotated_differences_from_the_mean() -> None:
     rows = sketch_rows(1, keys, keys)
     assert rows.shape == (2, 3, layout.width)
     parts = unpack(rows, layout)
-    residual = keys @ rotation(80, CPU) - parts.key_means.unsqueeze(2)
+    residual = keys @ random_rotation(80, CPU) - parts.key_means.unsqueeze(2)
     assert torch.equal(parts.codes.view(2, 3, 16, 80) > 0, residual >= 0)
     torch.testing.assert_close(parts.value_means, keys.mean(2), atol=float(keys.abs().max()) / 250, rtol=0)
 

@@ -8,8 +8,8 @@ from models.tiny import tiny
 
 from kvsift import native
 from kvsift.methods.base import Phase
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 
 PLANS = [
@@ -23,7 +23,7 @@ CHUNKS = [128, 192, 50]
 def read(model: Any, plan: str, fused: bool, phase: Phase = "prefill") -> tuple[list[torch.Tensor], SparseCache]:
     """Logits behind each chunk."""
     cache = make_cache(model, plan, probe_every=0)
-    fused_model = FusedModel(DecoderStep(model)) if fused else None
+    fused_model = FusedModel(FusedStep(model)) if fused else None
     generator, found = torch.Generator().manual_seed(5), []
     with torch.inference_mode(), feeding(cache, phase):
         for size in CHUNKS:
@@ -69,7 +69,7 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
 ) -> None:
     model = tiny(family).to(dtype)
     fused, plans = (
-        FusedModel(DecoderStep(model)),
+        FusedModel(FusedStep(model)),
         ["dense", "quest:budget=48:window=8:page_size=8", "dense", "sketch:budget=64:window=8"],
     )
 
@@ -91,5 +91,5 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
 
 
 def test_products_that_the_core_does_not_take_join_no_sequences() -> None:
-    assert FusedModel(DecoderStep(tiny("Llama"))).joins == native.available()
-    assert not FusedModel(DecoderStep(tiny("Llama").half())).joins
+    assert FusedModel(FusedStep(tiny("Llama"))).joins == native.available()
+    assert not FusedModel(FusedStep(tiny("Llama").half())).joins

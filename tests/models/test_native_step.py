@@ -16,8 +16,8 @@ from refusals import refused
 
 from kvsift import native
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.native_step import NativeStep
 from kvsift.plan.capabilities import reason
@@ -45,13 +45,13 @@ def filled(
     cache = make_cache(model, plan, probe_every=probe_every, placement=place)
     ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode(), feeding(cache, "prefill"):
-        FusedModel(DecoderStep(model)).prefill(ids, cache, "prefill")
+        FusedModel(FusedStep(model)).prefill(ids, cache, "prefill")
     return cache
 
 
 def both(model: Any) -> tuple[FusedModel, FusedModel]:
     """Native and composed steps of a model."""
-    taken, composed = FusedModel(DecoderStep(model)), FusedModel(DecoderStep(model))
+    taken, composed = FusedModel(FusedStep(model)), FusedModel(FusedStep(model))
     assert taken.native is not None
     composed.native = None
     return taken, composed
@@ -146,7 +146,7 @@ def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(kind: Kin
 
 
 def test_heads_that_no_blocks_of_packed_weights_cover_are_composed() -> None:
-    step = DecoderStep(pack_model(tiny("Llama"), Kind.Q8_0))
+    step = FusedStep(pack_model(tiny("Llama"), Kind.Q8_0))
     assert reason(step, NativeStep.of_weights) == "its heads have 16 channels, and packed weights take blocks of 32"
 
 

@@ -17,7 +17,7 @@ from kvsift import native
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.linear import linear_triton
 from kvsift.kernels.scaled_weight import ScaledWeight
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.quantized import GroupedCodes, round_linears
 from kvsift.models.scaled_linear import ScaledLinear
@@ -137,4 +137,4 @@ def test_a_head_is_rounded_beside_the_embedding_that_it_was_tied_to(
     assert isinstance(model.lm_head, ScaledLinear) == stays
     assert torch.equal(head.expanded(torch.float32) if stays else head, rounded)
     x = torch.randn(2, embedding.shape[1])
-    torch.testing.assert_close(DecoderStep(model).head(x), x @ rounded.T)
+    torch.testing.assert_close(FusedStep(model).head(x), x @ rounded.T)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvsift.kernels.linear import linear_triton
 from kvsift.kernels.scaled_weight import FP8, ScaledWeight
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.native_step import NativeStep
 from kvsift.models.projection import Projection
 from kvsift.models.quantized import put_weights
@@ -119,6 +119,6 @@ def test_the_core_takes_no_step_of_eight_bits() -> None:
     model = tiny("Llama").requires_grad_(False)
     module = model.model.layers[0].mlp.down_proj
     put_weights(model, {"model.layers.0.mlp.down_proj.weight": ScaledWeight.of(module.weight)})
-    step = DecoderStep(model)
+    step = FusedStep(model)
     assert not step.keeps_bits
     assert reason(step, NativeStep.of_weights) == "the core does not multiply with its weights"

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.kernels.sketch import estimated_logits, sketch_rows, unpack
 from kvsift.native import PooledRows, twins
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, random_rotation
 
 # A table of 4 channels has 6 bits: the deviation of an estimate is some 0.03 |q| factor, where the code's own is 0.6.
 SHARE = 0.995  # of the votes of the reference's choice that the core's choice must have
@@ -63,7 +63,7 @@ def case(
     rows = sketch_rows(bits, keys, values)
     queries = torch.randn(heads * group, dim, generator=generator) * size * dim**-0.5
     layout = SketchLayout(bits, dim, page_size)
-    unrotated = queries * 2 @ rotation(dim, queries.device).mT
+    unrotated = queries * 2 @ random_rotation(dim, queries.device).mT
     return Case(unrotated, rows, layout, first, pages * page_size - first - missing)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvsift.api import generation
+from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
 from kvsift.engine.request import Request
 from kvsift.engine.sampling import Chooser
 from kvsift.engine.sequence import CacheReport
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
 from kvsift.engine.transcript import TokenLogprobs, Transcript
@@ -187,8 +187,8 @@ def install() -> None:
     fail("the prompt is tokenized", Worker, "_prompts", of_request)
     fail("the sequence is made", Worker, "_open", of_request)
     fail("the loop takes the sequence", Loop, "_enter", of_sequence)
-    fail("memory is sought for the sequence", SequenceRunner, "room", of_working)
-    fail("the cache is opened", SequenceRunner, "open", of_sequence)
+    fail("memory is sought for the sequence", Executor, "room", of_working)
+    fail("the cache is opened", Executor, "open", of_sequence)
     fail("how far the prompt is read", Reply, "note_prefilled", of_reply)
     fail("a selection is recorded", SelectionLog, "after_segment", of_marked, nth=2)
     Pace.choose = lambda self, repeat, repeated, most: Amount(0.0, min(3, most))  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ from engine.tiny_directory import text_of
 from server.serving import until
 
 from kvsift import LLM
+from kvsift.engine.executor import Executor
 from kvsift.engine.sequence import EngineSequence
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.errors import InputError
 from kvsift.server import held_documents
 from kvsift.server.held_documents import HeldDocuments
@@ -132,14 +132,14 @@ def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
 
 
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, read = Held(model), SequenceRunner.prefill
+    held, read = Held(model), Executor.prefill
 
-    def failing(self: SequenceRunner, seq: EngineSequence, ids: Any, pause: Any = None) -> Any:
+    def failing(self: Executor, seq: EngineSequence, ids: Any, pause: Any = None) -> Any:
         if len(held.of("b")) == 0:
             raise RuntimeError("a fault")
         return read(self, seq, ids, pause)
 
-    monkeypatch.setattr(SequenceRunner, "prefill", failing)
+    monkeypatch.setattr(Executor, "prefill", failing)
     held.add("a", text_of(300))
     held.documents.ask("a", "about a")
     held.step(lambda: held.refused)

@@ -7,9 +7,9 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
+from kvsift.engine.executor import Executor
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.transcript import TextOutput
 from kvsift.plan.plan import Plan
 from kvsift.server.held_documents import DocumentPrefill
@@ -69,9 +69,9 @@ def test_another_engine_goes_on_from_the_file(
     assert expected[1] == whole_chunks
 
     read: list[int] = []
-    original = SequenceRunner.prefill
+    original = Executor.prefill
     monkeypatch.setattr(
-        SequenceRunner,
+        Executor,
         "prefill",
         lambda self, cache, ids, pause=None: (read.append(len(ids)), original(self, cache, ids, pause))[1],
     )

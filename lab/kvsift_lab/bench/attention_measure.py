@@ -44,7 +44,7 @@ from kvsift_lab.bench.timing import Clock, Timer, graph_clock, interleaved
 from kvsift_lab.numbers import digits
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
-KEPT_FREE = 1 / 5  # of free memory: for graphs, references and libraries
+KEPT_FREE = 1 / 5  # of free memory: for CUDA graphs, references and libraries
 
 Variants = Iterator[dict[str, Any]]
 

@@ -22,7 +22,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.errors import UnsupportedPlan
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.captured_step import Step
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
 from kvsift.plan.plan import Plan, Rule
@@ -43,7 +43,7 @@ from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.timing import gpu_seconds, rotated
 from kvsift_lab.numbers import digits
 
-ROOM_SHARE = 1 / 16  # of the pools: graphs, workspaces and tables of angles
+ROOM_SHARE = 1 / 16  # of the pools: CUDA graphs, workspaces and tables of angles
 NAME_CHARACTERS = 100  # of a kernel: enough to tell templates with all their arguments apart
 
 
@@ -56,7 +56,7 @@ def step_of(model: Any) -> Step:
     kind, against = kind_of_step(model)
     if not kind:
         raise UnsupportedPlan(f"steps of this model cannot be captured, so there is nothing to measure: {against[-1]}.")
-    return DecoderStep(model) if kind == "fused" else TransformersStep(model)
+    return FusedStep(model) if kind == "fused" else TransformersStep(model)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from kvsift.errors import MissingPackage
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import choose_device
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.plan import Plan
@@ -67,7 +67,7 @@ class PrefillBench(Bench):
         variants += [(plan, plan, last_chunk) for plan in recipe.plans] + [(CEILING, "", last_chunk)]
         generator = torch.Generator().manual_seed(point)
         ids = torch.randint(0, self.model.config.vocab_size, (point,), generator=generator).to(self.model.device)
-        fused = FusedModel(DecoderStep(self.model))
+        fused = FusedModel(FusedStep(self.model))
         timers = {
             name: partial(_timed, fused, ids, chunk, self._new_cache(plan, point)) for name, plan, chunk in variants
         }

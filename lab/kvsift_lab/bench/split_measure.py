@@ -25,8 +25,8 @@ from kvsift.indexes.base import Index
 from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
 from kvsift.methods.common.indexed_keys import IndexedSpan
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import choose_device
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
@@ -115,7 +115,7 @@ class SplitBench(Bench):
         if kinds[0] in CAPTURED:
             measured = measure_captured(self.model, plan, context, place, max(2, self.recipe.tokens))
             return [{"name": kinds[0], "plan": str(plan), **measured}]
-        started, step = perf_counter(), FusedModel(DecoderStep(self.model))
+        started, step = perf_counter(), FusedModel(FusedStep(self.model))
         cache = make_cache(self.model, plan, probe_every=0, reserve=context + 256, placement=place)
         fill(cache, self.model, context)
         fill_s = perf_counter() - started
@@ -169,7 +169,7 @@ class SplitBench(Bench):
 
 def fill(cache: SparseCache, model: Any, context: int) -> None:
     """Append random tokens up to a context, behind a real one: the same under every placement."""
-    FusedModel(DecoderStep(model)).prefill(torch.tensor([5], device=model.device), cache, "prefill")
+    FusedModel(FusedStep(model)).prefill(torch.tensor([5], device=model.device), cache, "prefill")
     generator = torch.Generator(model.device).manual_seed(0)
     firsts = 1, cache.page_size, *range(FILLED_TOKENS, context, FILLED_TOKENS)
     starts = [start for start in firsts if start < context]
@@ -186,7 +186,7 @@ def fill(cache: SparseCache, model: Any, context: int) -> None:
 
 def measure_captured(model: Any, plan: Plan, context: int, place: Placement, steps: int) -> dict[str, Any]:
     """Return times, bytes and tokens of one placement: decoding from a full context, then the prompt's last chunk."""
-    device, step = model.device, DecoderStep(model)
+    device, step = model.device, FusedStep(model)
     on_gpu, started = device.type == "cuda", perf_counter()
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     rows, kv = [reserved(context + steps, plan)], KVPool()
@@ -216,7 +216,7 @@ def measure_captured(model: Any, plan: Plan, context: int, place: Placement, ste
     }  # fmt: skip
 
 
-def _prefill_chunk(cache: SparseCache, step: DecoderStep, context: int) -> float:
+def _prefill_chunk(cache: SparseCache, step: FusedStep, context: int) -> float:
     """Read the last chunk again; seconds."""
     count = min(CHUNK, context // 2)
     for layer in cache.layers:

@@ -1,7 +1,7 @@
 """Times of short launches, all variants in turns, with a cold cache.
 
 A launch of microseconds cannot be timed from the host: dozens are captured in a CUDA graph and replayed. Consecutive
-launches of a graph read different sets of buffers; there are enough sets that each has left the L2 cache before it is
+launches read different sets of buffers; there are enough sets that each has left the L2 cache before it is
 read again. ``triton.testing.do_bench_cudagraph`` replays one function on the same buffers, and one function after the
 other.
 """
@@ -15,7 +15,7 @@ import torch
 
 from kvsift.engine.graphs.slots import warm_up
 
-LAUNCHES = 24  # of a graph, at least: a replay then costs a few hundredths of a microsecond per launch
+LAUNCHES = 24  # of a CUDA graph, at least: a replay then costs a few hundredths of a microsecond per launch
 COLD_BYTES = 1 << 30  # read between two launches on one set; the L2 cache of an H200 has 60 MB
 WARM_UP_ROUNDS = 2
 
@@ -25,7 +25,7 @@ Clock = Callable[[Launch, int], Timer]  # (launch, number of sets of buffers) ->
 
 
 def graph_clock(run: Launch, num_sets: int) -> Timer:
-    """Time one launch on a GPU, by replays of a graph of launches over all sets.
+    """Time one launch on a GPU, by replays of a CUDA graph of launches over all sets.
 
     Raises:
         RuntimeError: if the launches do not run, or cannot be captured.
@@ -37,12 +37,12 @@ def graph_clock(run: Launch, num_sets: int) -> Timer:
 
     warm_up(run_all)
     launches = -(-LAUNCHES // num_sets) * num_sets
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    cuda_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda_graph):
         for launch in range(launches):
             run(launch % num_sets)
-    # the graph holds addresses only: ``run`` keeps the tensors alive
-    return lambda run=run: gpu_seconds(graph.replay) / launches  # type: ignore[misc]
+    # the CUDA graph holds addresses only: ``run`` keeps the tensors alive
+    return lambda run=run: gpu_seconds(cuda_graph.replay) / launches  # type: ignore[misc]
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:

@@ -125,7 +125,7 @@ class ImposedRows:
 
     def measure(self, plan: str, new: int, seed: int, steady: bool, exact: bool) -> dict[str, Any]:
         """Seconds per token of a row, once all have their first, without captures; the seed is of what is accepted."""
-        self._llm.fast_path.deterministic = self._llm.loop._runner.steady = steady
+        self._llm.fast_path.deterministic = self._llm.loop._executor.steady = steady
         ImposedRate.drawn = 997 * seed
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)

@@ -91,7 +91,7 @@ class VllmChatsBench(Study):
         super().__init__(recipe)
         require_vllm()
         if recipe.chats > max(SIZES):
-            raise InvalidValue(f"--chats {recipe.chats}: the engine of vLLM has graphs of {max(SIZES)} rows at most.")
+            raise InvalidValue(f"--chats {recipe.chats}: vLLM's engine has CUDA graphs of {max(SIZES)} rows at most.")
         self._load = load_of(recipe, AutoTokenizer.from_pretrained(embedded_model()))
         self._core = engine(
             "stock", dtype="bfloat16", max_model_len=len(self._load[1][0]) + 64 + MOST,

@@ -20,7 +20,7 @@ LLAMA_3_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 262144, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-SIZES = [1, 2, 4, 8]  # of batches that have graphs
+SIZES = [1, 2, 4, 8]  # of batches that have CUDA graphs
 
 
 def require_vllm() -> None:

@@ -8,10 +8,10 @@ from typing import Self
 
 import torch
 
+from kvsift.engine.executor import Executor
 from kvsift.engine.graphs.crossover import HostCrossover
 from kvsift.engine.loop import Loop
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.hf.sparse import SparseCache, make_cache
@@ -48,10 +48,10 @@ class Engine(ModelRunner):
         )
         on_gpu = self.device.type == "cuda"
         most = GPU_SEQUENCES if on_gpu and self.fast_path.enabled and not deterministic else SEQUENCES
-        runner = SequenceRunner(self, most)
+        executor = Executor(self, most)
         size = min(self.chunk_size, GPU_GRID) if on_gpu else self.chunk_size
-        grid = max(size // runner.page_size, 1) * runner.page_size
-        self.loop = Loop(runner, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        grid = max(size // executor.page_size, 1) * executor.page_size
+        self.loop = Loop(executor, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
         self._crossover = HostCrossover(self._begun_cache)
 
     def __enter__(self) -> Self:
@@ -101,5 +101,5 @@ class Engine(ModelRunner):
         return cache
 
     def release(self) -> None:
-        """Free the pools and graphs that no answer needs, and that are kept for later ones."""
+        """Free the pools and CUDA graphs that no answer needs, and that are kept for later ones."""
         self.loop.release()

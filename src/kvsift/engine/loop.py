@@ -18,12 +18,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from kvsift.engine.executor import Executor
 from kvsift.engine.pages import OUT_OF_MEMORY, Pages
 from kvsift.engine.pauses import Pauses
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.engine.schedule import Decision, Schedule
 from kvsift.engine.sequence import OPEN_STATES, CacheReport, EngineSequence, FinishReason
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.engine.speculative.exact_step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
 from kvsift.errors import NotEnoughMemory, Unavailable
@@ -40,7 +40,7 @@ class Loop(EngineThread):
     """Sequences over one pool of pages.
 
     Args:
-        runner: runs the passes.
+        executor: runs the passes.
         grid: prompt tokens of a chunk, of which a lone prompt takes several at once; a multiple of the page size.
         max_seqs: sequences that decode in one step.
         keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
@@ -49,13 +49,13 @@ class Loop(EngineThread):
     """
 
     def __init__(
-        self, runner: SequenceRunner, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
+        self, executor: Executor, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
         turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         super().__init__(turn)
-        assert grid % runner.page_size == 0, f"a grid of {grid} tokens splits pages of {runner.page_size}"
-        self._runner, self.grid, self.max_seqs, self.clock = runner, grid, max_seqs, clock
-        self.pages = Pages(runner, grid, keep_tokens)
+        assert grid % executor.page_size == 0, f"a grid of {grid} tokens splits pages of {executor.page_size}"
+        self._executor, self.grid, self.max_seqs, self.clock = executor, grid, max_seqs, clock
+        self.pages = Pages(executor, grid, keep_tokens)
         self._entering: deque[EngineSequence] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
@@ -129,7 +129,7 @@ class Loop(EngineThread):
         seqs = self.seqs
         for prefix in list(self.pages.pinned):
             prefix.fail()
-        self._runner.fail()
+        self._executor.fail()
         self._begin()
         for seq in seqs:
             seq.cache, seq.nodes, seq.finish_reason, seq.error = None, [], "error", failure
@@ -153,10 +153,10 @@ class Loop(EngineThread):
         self._seqs[seq.key] = seq
         if seq.prefix is not None and not seq.prefix.take(seq, partial(self._try_to_enter, seq)):
             return  # it waits for the prefix
-        apart = self._runner.reason_apart(seq)
+        apart = self._executor.reason_apart(seq)
         seq.in_pool = apart is None
         seq.no_reuse = apart or ("" if seq.prefix is None else DOCUMENT) or seq.request.plan.not_shared or ""
-        seq.root = b"" if seq.no_reuse else self._runner.root(seq)
+        seq.root = b"" if seq.no_reuse else self._executor.root(seq)
         self.pages.hold(seq, self.pages.found(seq))
         if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq), seq.call):
             raise Unavailable(FULL)
@@ -171,7 +171,7 @@ class Loop(EngineThread):
         self.call(self._release)
 
     def _release(self) -> None:
-        self._runner.forget()
+        self._executor.forget()
         self._trim()
 
     def rewound(self, prefix: PinnedPrefix, plan: Plan) -> SparseCache:
@@ -182,7 +182,7 @@ class Loop(EngineThread):
         """
         assert not isinstance(prefix.user, EngineSequence), "a sequence continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
-        if prefix.is_spoiled or not self._runner.rewind(prefix.cache):
+        if prefix.is_spoiled or not self._executor.rewind(prefix.cache):
             raise PrefixSpoiled
         prefix.is_lent = True
         self._replan(prefix, prefix.cache, plan)
@@ -194,14 +194,14 @@ class Loop(EngineThread):
 
     def _restore_prefix(self, seq: EngineSequence, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         assert seq.pins is not None
-        table = PageTable(1, self.pages.kv) if self._runner.reason_apart(seq) is None else None
+        table = PageTable(1, self.pages.kv) if self._executor.reason_apart(seq) is None else None
         try:
             if table is not None:
-                self.pages.reserve(table, self._runner.pages_of(seq))
-            seq.cache = self._runner.open(seq, table)
+                self.pages.reserve(table, self._executor.pages_of(seq))
+            seq.cache = self._executor.open(seq, table)
             seq.cache.rotation = rotation
             seq.source = fill
-            self._runner.fill_from_source(seq)
+            self._executor.fill_from_source(seq)
             seq.cache.prepare()
             self.pages.pin(seq.pins, seq.cache, self._let_go)
         except BaseException:
@@ -235,7 +235,7 @@ class Loop(EngineThread):
     def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
         num_seqs = min(self.max_seqs, WARM_SEQUENCES)
         self.pages.allocate(kinds, num_seqs, num_pages)
-        return self._runner.prepare(self.pages.kv, plan, num_seqs)
+        return self._executor.prepare(self.pages.kv, plan, num_seqs)
 
     def check(self) -> None:
         """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
@@ -264,9 +264,9 @@ class Loop(EngineThread):
                 self.pages.hold(seq, [])
                 self._schedule.revise(seq.key, *self.pages.cost_of(seq))
             return
-        seq = max(waiting, key=self._runner.pages_of)
+        seq = max(waiting, key=self._executor.pages_of)
         length, more = len(seq.request.ids), seq.request.max_new_tokens
-        room = self.pages.room(self.seqs) * self._runner.page_size
+        room = self.pages.room(self.seqs) * self._executor.page_size
         error = NotEnoughMemory(
             f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
             "all. Shorten the prompt, or generate fewer."
@@ -295,7 +295,7 @@ class Loop(EngineThread):
         try:
             if table is not None:
                 self.pages.fill(table, seq)
-            seq.cache = self._runner.open(seq, table)
+            seq.cache = self._executor.open(seq, table)
             seq.cache.stats.observer = seq.observer
             if seq.nodes:
                 self.pages.adopt(seq, seq.cache)
@@ -317,15 +317,15 @@ class Loop(EngineThread):
                 raise PrefixSpoiled
             cache = prefix.cache
             if prefix.user is not seq:
-                cache = self._runner.fork(cache, prefix.length, seq)
+                cache = self._executor.fork(cache, prefix.length, seq)
             elif prefix.is_lent:
-                self._runner.rewind(cache)
+                self._executor.rewind(cache)
                 prefix.is_lent = False
             try:
                 if cache.run.table is not None and cache.run.table.kv is self.pages.kv:
-                    self.pages.reserve(cache.run.table, self._runner.pages_of(seq))
+                    self.pages.reserve(cache.run.table, self._executor.pages_of(seq))
                 seq.build_s = self._replan(prefix, cache, seq.request.plan)
-                self._runner.begin(seq, cache)
+                self._executor.begin(seq, cache)
             except BaseException:
                 if cache is not prefix.cache and cache.run.table is not None:
                     cache.run.table.close(0)
@@ -348,7 +348,7 @@ class Loop(EngineThread):
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is prefilled
         again."""
         assert seq.cache is not None
-        self._runner.fill_from_source(seq)
+        self._executor.fill_from_source(seq)
         length = (len(seq.request.ids) - 1) // self.grid * self.grid
         seq.cache.undo(length)
         for seq.num_cached in range(self.grid, length + 1, self.grid):
@@ -365,12 +365,12 @@ class Loop(EngineThread):
             if stop > before:
                 if stop >= end - 1 and seq.prefix is None:
                     cache.prepare_after_next()
-                logits = self._runner.prefill(seq, seq.request.ids[before:stop], pauses)
+                logits = self._executor.prefill(seq, seq.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
                 self._count(seq, before, stop)
             if stop == end - 1:  # the last token alone, so that its bits do not depend on what was reused before it
                 cache.prepare()
-                logits = self._runner.prefill(seq, seq.request.ids[stop:])
+                logits = self._executor.prefill(seq, seq.request.ids[stop:])
                 seq.num_cached = end
             if seq.num_cached >= end:
                 self._look_again()  # now: it may end with its first token, and let go of its chunks
@@ -391,10 +391,10 @@ class Loop(EngineThread):
         before, end = seq.num_cached, len(seq.request.ids)
         others = any(each.call is None or each.call is not seq.call for each in self._seqs.values() if each is not seq)
         alone = not others and seq.request.plan.prefill is None
-        chunks = max(self._runner.most_prefilled // self.grid, 1) if alone else 1
+        chunks = max(self._executor.most_prefilled // self.grid, 1) if alone else 1
         if seq.prefix is None:
             # Prompts of one call save the pass of a single token, which costs a small model as much as that of a chunk.
-            is_saved = seq.call is not None and seq.observer is None and not self._runner.is_steady
+            is_saved = seq.call is not None and seq.observer is None and not self._executor.is_steady
             last_apart = seq.pins is None and not is_saved
             return min(before - before % self.grid + chunks * self.grid, end - last_apart)
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
@@ -462,7 +462,7 @@ class Loop(EngineThread):
 
     def _groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
         try:
-            return self._runner.groups(seqs)
+            return self._executor.groups(seqs)
         except Exception as error:
             failed = next((seq for seq in seqs if not seq.path), None)  # they begin in order
             if failed is None:
@@ -470,27 +470,27 @@ class Loop(EngineThread):
             self._end(failed, "error", error)
             return self._groups([seq for seq in seqs if not seq.is_ended])
 
-    def _decode_together(self, group: Sequence[EngineSequence]) -> None:
+    def _decode_together(self, seqs: Sequence[EngineSequence]) -> None:
         counted = [
-            None if seq.steps is not None or seq.cache is None else seq.cache.run.stats.snapshot() for seq in group
+            None if seq.group is not None or seq.cache is None else seq.cache.run.stats.snapshot() for seq in seqs
         ]
-        before = [seq.num_cached for seq in group]
+        before = [seq.num_cached for seq in seqs]
         try:
-            if group[0].decoder is not None:
-                step_exactly(self._runner, group, self._chosen)
+            if seqs[0].decoder is not None:
+                step_exactly(self._executor, seqs, self._chosen)
             else:
-                for seq, logits in zip(group, self._runner.decode_sequences(group)):
+                for seq, logits in zip(seqs, self._executor.decode_sequences(seqs)):
                     seq.num_cached += 1
                     self._choose(seq, logits)
         except Exception as error:
-            if len(group) == 1:
-                self._end(group[0], "error", error)
+            if len(seqs) == 1:
+                self._end(seqs[0], "error", error)
                 return
-            for seq, num_cached, counters in zip(group, before, counted):
+            for seq, num_cached, counters in zip(seqs, before, counted):
                 is_notified = seq.is_ended or (seq.decoder is None and seq.num_cached > num_cached)
                 if not is_notified and not self._undo(seq, counters):
                     self._end(seq, "error", error)
-            for seq in group:  # the one that fails again ends
+            for seq in seqs:  # the one that fails again ends
                 if not seq.is_ended:
                     self._decode_together([seq])
 
@@ -521,7 +521,7 @@ class Loop(EngineThread):
     def _undo(self, seq: EngineSequence, counters: Snapshot | None) -> bool:
         """Forget what a failed pass has stored and counted; False if the sequence cannot."""
         if counters is None:
-            self._runner.recall(seq)
+            self._executor.recall(seq)
             return True
         if seq.cache is None or not seq.request.plan.can_undo or not seq.cache.can_undo:
             return False
@@ -538,7 +538,7 @@ class Loop(EngineThread):
             self._schedule.remove(seq.key)
         if seq.cache is not None:
             try:
-                self._runner.leave(seq)
+                self._executor.leave(seq)
                 seq.report = CacheReport.of(seq.cache)
             except Exception as failure:  # of a method that describes itself
                 reason, error = "error", error or failure
@@ -560,7 +560,7 @@ class Loop(EngineThread):
                 cache.run.table.close(0)
             return
         try:
-            seq.prefix.is_spoiled = not self._runner.rewind(cache)
+            seq.prefix.is_spoiled = not self._executor.rewind(cache)
         except Exception:
             seq.prefix.is_spoiled = True
 

@@ -15,10 +15,10 @@ from time import perf_counter
 
 import torch
 
+from kvsift.engine.executor import Executor
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node, PrefixTree
 from kvsift.engine.sequence import EngineSequence
-from kvsift.engine.sequence_runner import SequenceRunner
 from kvsift.models.hf.cache import SparseCache
 from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_pool import PagePool, Run
@@ -31,7 +31,7 @@ class Pages:
     """The pages of all sequences of a model. The thread of the engine alone changes them.
 
     Args:
-        runner: says what a sequence needs, and what memory there is.
+        executor: says what a sequence needs, and what memory there is.
         grid: tokens of a chunk, which are shared as one.
         keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
 
@@ -41,36 +41,36 @@ class Pages:
         pinned: prefixes whose owners keep them.
     """
 
-    def __init__(self, runner: SequenceRunner, grid: int, keep_tokens: int) -> None:
-        self._runner, self._grid, self._keep_pages = runner, grid, keep_tokens // runner.page_size
+    def __init__(self, executor: Executor, grid: int, keep_tokens: int) -> None:
+        self._executor, self._grid, self._keep_pages = executor, grid, keep_tokens // executor.page_size
         self.pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
         self.renew()
 
     def renew(self) -> None:
         """Begin with an empty pool."""
-        self.kv = KVPool(steady=self._runner.steady)
+        self.kv = KVPool(steady=self._executor.steady)
         self.tree = PrefixTree(self.kv.pages, self._grid)
 
     def counts(self) -> dict[str, int]:
         """Pages by owner: "free", "kept" (complete chunks of prompts, for those that share a prefix) or "unshared"
         (those that sequences alone own)."""
         pages, kept = self.kv.pages, self.tree.num_pages
-        free, loose = pages.num_free, sum(run.num_pages for run in self._runner.runs(self.kv))
+        free, loose = pages.num_free, sum(run.num_pages for run in self._executor.runs(self.kv))
         return {"free": free, "kept": kept, "unshared": max(pages.num_pages - free - kept - loose, 0)}
 
     def cost_of(self, seq: EngineSequence) -> tuple[int, int]:
         """Tokens of a prompt that are to be prefilled, and pages to be reserved, beside the chunks that the sequence
         holds."""
-        length, num_pages = len(seq.request.ids), self._runner.pages_of(seq)
+        length, num_pages = len(seq.request.ids), self._executor.pages_of(seq)
         if seq.prefix is not None and seq.prefix.cache is not None:
             return length - seq.prefix.length, num_pages - seq.prefix.num_shared(seq)
         return length - self._grid * len(seq.nodes), num_pages - sum(node.num_pages for node in seq.nodes)
 
     def room(self, seqs: Iterable[EngineSequence]) -> int:
         """Pages that could be reserved now; where that is unknown, at least those that one of the sequences needs."""
-        unused = self._runner.room(self.kv)
+        unused = self._executor.room(self.kv)
         if unused is None:
-            unused = max(map(self._runner.pages_of, seqs), default=0)
+            unused = max(map(self._executor.pages_of, seqs), default=0)
         return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + unused
 
     def _num_allocated(self) -> int:
@@ -91,14 +91,14 @@ class Pages:
 
     def seal(self, seq: EngineSequence) -> None:
         """Share the chunks that a sequence has completed."""
-        cache, pages = seq.cache, self._grid // self._runner.page_size
+        cache, pages = seq.cache, self._grid // self._executor.page_size
         assert cache is not None
         if not cache.can_undo:
             seq.no_reuse = "the model has layers that drop tokens"
             return
         kinds, ids = frozenset(seq.request.plan.summaries), seq.request.ids
         for stop in range(self._grid * (len(seq.nodes) + 1), seq.num_cached + 1, self._grid):
-            first, chunk = stop // self._runner.page_size - pages, ids[stop - self._grid : stop]
+            first, chunk = stop // self._executor.page_size - pages, ids[stop - self._grid : stop]
             before = seq.nodes[-1] if seq.nodes else None
             runs, sealed, now = cache.table.runs_between(0, first, first + pages), cache.sealed(stop), perf_counter()
             seq.nodes.append(self.tree.seal(seq.root, before, chunk, runs, kinds, now, sealed))
@@ -109,7 +109,7 @@ class Pages:
         """Let the cache of a sequence begin with the chunks that it holds."""
         kinds = frozenset(seq.request.plan.summaries)
         is_stale = any(kinds - node.kinds for node in seq.nodes)
-        self._runner.adopt(cache, self._grid * len(seq.nodes), is_stale, self._grid, seq.nodes[-1].sealed)
+        self._executor.adopt(cache, self._grid * len(seq.nodes), is_stale, self._grid, seq.nodes[-1].sealed)
         for node in seq.nodes:
             node.kinds |= kinds
         self.tree.kinds |= kinds
@@ -123,7 +123,7 @@ class Pages:
     def fill(self, table: PageTable, seq: EngineSequence) -> None:
         """Begin a table with the chunks that a sequence holds, and reserve its pages: if there is less memory than it
         seemed, those of old prompts."""
-        num_pages = self._runner.pages_of(seq)
+        num_pages = self._executor.pages_of(seq)
         table.adopt(0, [run for node in seq.nodes for run in node.runs])
         try:
             self.reserve(table, num_pages)
@@ -135,7 +135,7 @@ class Pages:
     def reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
         """Reserve the pages of a sequence, and the memory for them, for which old prompts may have to go. Others will
         follow if the pool ``grows``."""
-        room = self._runner.room(self.kv)
+        room = self._executor.room(self.kv)
         missing = num_pages - table.num_pages(0)
         present = self.kv.pages.num_free + self._num_allocated()
         self.tree.drop(missing - present - (missing if room is None else room), perf_counter())
@@ -143,9 +143,9 @@ class Pages:
         try:
             table.reserve(0, num_pages)
             if not all(pool.has_room for pool in pools):
-                self._runner.release(self.kv)  # or there would be two pools for a while
+                self._executor.release(self.kv)  # or there would be two pools for a while
             try:
-                _fit(pools, self._runner.spare(self.kv) if grows else 0)
+                _fit(pools, self._executor.spare(self.kv) if grows else 0)
             except OUT_OF_MEMORY:
                 _fit(pools, 0)
         except BaseException:  # or the sequences that run would be the next to fail
@@ -156,7 +156,7 @@ class Pages:
     def allocate(self, kinds: Iterable[str], max_seqs: int, num_pages: int | None) -> None:
         """Allocate pages with these kinds of summary: by default what so many sequences need at most, with the prompts
         that are kept. There may be room for fewer."""
-        longest, room = self._runner.longest, self.room(())
+        longest, room = self._executor.longest, self.room(())
         self.tree.kinds |= frozenset(kinds)
         for pool in self.kv.layers.values():
             pool.maintain(self.tree, self.tree.kinds)
@@ -180,7 +180,7 @@ class Pages:
         the prefix, ``on_end`` is given what returns its pages."""
         cache.restart_stats()
         cache.mark()
-        prefix.cache, prefix.forks = cache, self._runner.forks(cache)
+        prefix.cache, prefix.forks = cache, self._executor.forks(cache)
         self.pinned.add(prefix)
         weakref.finalize(prefix, on_end, partial(_clear, cache)).atexit = False
 
@@ -189,7 +189,7 @@ class Pages:
         excess = self.tree.droppable() - self._keep_pages
         if excess > 0:
             self.drop(excess)
-        if is_idle and not len(self.tree) and not self._runner.holds_pool and not self._holds_prefix:
+        if is_idle and not len(self.tree) and not self._executor.holds_pool and not self._holds_prefix:
             self.renew()
 
     @property
@@ -203,7 +203,7 @@ class Pages:
         caches = [seq.cache for seq in seqs] + [prefix.cache for prefix in self.pinned]
         tables = {id(cache): cache.run.table for cache in caches if cache is not None}.values()
         owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
-        return faults_of(self.kv.pages, [*owned, *self.tree.runs, *self._runner.runs(self.kv)])
+        return faults_of(self.kv.pages, [*owned, *self.tree.runs, *self._executor.runs(self.kv)])
 
 
 def faults_of(pool: PagePool, owned: Iterable[Run]) -> list[str]:

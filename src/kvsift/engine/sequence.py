@@ -80,7 +80,7 @@ class EngineSequence:
         no_reuse: why none could be; empty if that was possible.
         in_pool: its pages are in the pool that sequences share.
         report: report of the cache, once the sequence has ended.
-        steps: what the model keeps of a sequence that takes captured steps.
+        group: sequences that take captured steps with it; None: its steps are not captured.
         path: "captured" (or "eager"), "native", or "composed: " and the reasons; empty before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
         build_s: seconds in which the cache of its prefix built what decode needs under its plan.
@@ -110,7 +110,7 @@ class EngineSequence:
     no_reuse: str = ""
     in_pool: bool = True
     report: CacheReport | None = None
-    steps: Any = None
+    group: Any = None
     path: str = ""
     setup_s: float = 0.0
     build_s: float = 0.0

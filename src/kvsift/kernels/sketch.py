@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift import native
-from kvsift.native.sketch_format import SketchLayout, rotation, sketch_layout
+from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
 from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
@@ -77,7 +77,7 @@ def _fill(rows: Tensor, layout: SketchLayout, keys: Tensor, values: Tensor, vali
     if valid is not None:
         missing, count = ~valid.unsqueeze(-1), valid.sum(1, keepdim=True)
         keys, values = keys.masked_fill(missing, 0.0), values.masked_fill(missing, 0.0)
-    rotated = keys @ rotation(head_dim, keys.device)
+    rotated = keys @ random_rotation(head_dim, keys.device)
     mean_codes, mean_scale = _int8(rotated.sum(2) / count)
     value_codes, value_scale = _int8(values.sum(2) / count)
     residual = rotated - (mean_codes.float() * mean_scale.float()).unsqueeze(2)
@@ -152,7 +152,8 @@ def estimated_logits(queries: Tensor, rows: Unpacked, bits: int) -> tuple[Tensor
     queries [num_query_heads, num_queries, head_dim], scaled.
     """
     num_kv_heads, num_tokens, head_dim = rows.codes.shape
-    rotated = (queries.float() @ rotation(head_dim, queries.device)).unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+    rotated = queries.float() @ random_rotation(head_dim, queries.device)
+    rotated = rotated.unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
     page_size = num_tokens // max(rows.key_means.shape[1], 1)
     logits = (rotated @ rows.codes.mT) * rows.factors.unsqueeze(1)
     logits += (rotated @ rows.key_means.mT).repeat_interleave(page_size, -1)

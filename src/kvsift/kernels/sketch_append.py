@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.sketch import SketchLayout, rotation
+from kvsift.kernels.sketch import SketchLayout, random_rotation
 from kvsift.kernels.triton_shim import constant, jit, power_of_two, tl
 
 ROUNDING = constant(12582912.0)  # 1.5 * 2^23: numbers added to it lose their fraction, halves to the even side
@@ -42,7 +42,7 @@ def write_newest_triton(
     slots = max(16, power_of_two(kv.page_size))
     _sketch_kernel[kv.batch, kv.num_kv_heads, 1 if addresses is None else len(addresses)](
         kv.lengths if addresses is None else addresses, kv.keys, kv.values, kv.table, kv.lengths,
-        rotation(kv.head_dim, rows.device), rows.view(torch.int32),
+        random_rotation(kv.head_dim, rows.device), rows.view(torch.int32),
         rows.view(torch.float16), rows.view(torch.int8), *kv.keys.stride()[:3], *kv.values.stride()[:3],
         kv.table.stride(0), *rows.stride()[:2], D=kv.head_dim, DP=32 * power_of_two(layout.words), PAGE=kv.page_size,
         SLOTS=slots, BITS=bits, WORDS=layout.words, FACTORS=layout.factors, KEY_MEAN=layout.key_mean,

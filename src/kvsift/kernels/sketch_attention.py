@@ -26,7 +26,7 @@ from kvsift.kernels.page_attention import (
     split_count,
 )
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, rotation, unpack
+from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, random_rotation, unpack
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
@@ -118,7 +118,7 @@ def sketch_attention_triton(
     batch, num_query_heads, head_dim = queries.shape
     heads, max_tokens, capacity = kv.num_kv_heads, kv.table.shape[1] * kv.page_size, tokens.shape[2]
     num_lists, group = batch * heads, num_query_heads // heads
-    rotated = (queries.float() * scale) @ rotation(head_dim, queries.device)
+    rotated = (queries.float() * scale) @ random_rotation(head_dim, queries.device)
     weights = _weigh(rotated, kv, rows, spans, (tokens, counts), bits=bits, softcap=softcap)
     estimates = min(-(-max_tokens // REST), max(1, 2 * processor_count(queries) // num_lists)) if rest else 0
     splits = split_count(kv, capacity, num_lists, 1)

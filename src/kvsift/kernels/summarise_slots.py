@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin, summarise
-from kvsift.kernels.sketch import SKETCHES, SketchLayout, rotation
+from kvsift.kernels.sketch import SKETCHES, SketchLayout, random_rotation
 from kvsift.kernels.sketch_append import write_sketch
 from kvsift.kernels.summary_twins import write_row
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
@@ -84,7 +84,7 @@ def summarise_slots_triton(
     if kind in SKETCHES:
         sketch = SketchLayout(SKETCHES[kind], keys.shape[3], pages.page_size)
         _sketches_kernel[grid](
-            *new, keys, values, rotation(sketch.head_dim, rows.device), rows.view(torch.int32),
+            *new, keys, values, random_rotation(sketch.head_dim, rows.device), rows.view(torch.int32),
             rows.view(torch.float16), rows.view(torch.int8), *keys.stride()[:3], *values.stride()[:3],
             *rows.stride()[:2], *layout, D=sketch.head_dim, DP=32 * power_of_two(sketch.words),
             SLOTS=slots_of_page, BITS=sketch.bits, WORDS=sketch.words, FACTORS=sketch.factors,

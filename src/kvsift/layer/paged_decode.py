@@ -114,8 +114,8 @@ class DecodeBatch:
     ) -> Any:
         """Return the workspace of a single launch that attends ``rows`` sequences; None if it does not run.
 
-        A graph may be captured for each of ``sizes``. Launches run one after the other, so all share the memory that
-        the largest takes; it never moves.
+        A CUDA graph may be captured for each of ``sizes``. Launches run one after the other, so all share the memory
+        that the largest takes; it never moves.
 
         Args:
             kind: a named tuple of tensors.

@@ -31,7 +31,7 @@ from kvsift.methods.base import Method, Phase
 from kvsift.methods.scoring import top_units
 from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.methods.traits import Traits
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, random_rotation
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 Estimator = Literal["code", "paper", "bound"]
@@ -154,7 +154,7 @@ class CritiPrefill(Method):
         rows = reader.summary(MEANS, slice(candidates.first * per_block, candidates.stop * per_block))
         means = unpack_means(rows, SketchLayout(1, shape.head_dim, self.page_size))
         keys, values = (mean.unflatten(1, (-1, per_block)).mean(2) for mean in means)  # [num_kv_heads, count, head_dim]
-        rotated = (queries.float() * shape.scale) @ rotation(shape.head_dim, queries.device)
+        rotated = (queries.float() * shape.scale) @ random_rotation(shape.head_dim, queries.device)
         logits = rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT
         if shape.softcap is not None:
             logits = shape.softcap * torch.tanh(logits / shape.softcap)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.native_step import NativeStep
 from kvsift.native.loader import AVAILABLE
@@ -34,7 +34,7 @@ class FusedModel:
         step: its weights are used.
     """
 
-    def __init__(self, step: DecoderStep) -> None:
+    def __init__(self, step: FusedStep) -> None:
         self._step = step
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
         self.native: NativeStep | None = None  # where it is None or refuses a sequence, steps are composed

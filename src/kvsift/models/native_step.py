@@ -24,7 +24,7 @@ from kvsift.methods.base import Phase
 from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.streaming_llm import StreamingLLM
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.projection import Projection
 from kvsift.native.loader import core, num_threads
@@ -97,7 +97,7 @@ class NativeStep:
         (lambda rule: rule.evicts, "{it.name} drops tokens for good"),
     )  # fmt: skip
 
-    def __init__(self, step: DecoderStep, angles: Angles) -> None:
+    def __init__(self, step: FusedStep, angles: Angles) -> None:
         self._dtype, self._angles = step.dtype, angles
         self._num_embedded, self._num_logits = step.embedding.shape[0], step.head.num_out
         self._weights = step  # whose addresses the core has
@@ -356,16 +356,16 @@ def _layout(cache: SparseCache) -> SketchLayout | None:
     return None if bits is None else sketch_layout(bits, store.shape.head_dim, store.page_size)
 
 
-def _head_dim(step: DecoderStep) -> int:
+def _head_dim(step: FusedStep) -> int:
     return step.layers[0].qkv.num_out // (step.num_query_heads + 2 * step.num_kv_heads)
 
 
-def _projections(step: DecoderStep) -> list[Projection]:
+def _projections(step: FusedStep) -> list[Projection]:
     layers = [each for layer in step.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return [*layers, step.head]
 
 
-def _tensors(step: DecoderStep) -> list[Tensor]:
+def _tensors(step: FusedStep) -> list[Tensor]:
     """All weights of a step that are not packed."""
     norms = [
         tensor

@@ -2,8 +2,8 @@
 
 number[j] is about scale * code[j], with scale = max |number| / 127. A coded row is the codes of a token and behind them
 the four bytes of its scale: whatever copies, forks or frees a row carries its scale along. Keys are turned first, by an
-orthogonal matrix that spreads each channel over all (``sketch_format.rotation``): some channels of real models' keys
-are far larger than the others, and would take the precision of all.
+orthogonal matrix that spreads each channel over all (``sketch_format.random_rotation``): some channels of real models'
+keys are far larger than the others, and would take the precision of all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import LARGEST_HEAD_DIM, ROW_DTYPES, SCALE_BYTES
-from kvsift.native.sketch_format import rotation
+from kvsift.native.sketch_format import random_rotation
 
 LARGEST_CODE = 127
 
@@ -40,7 +40,7 @@ def encode_rows_reference(vectors: Tensor, *, turned: bool = False) -> Tensor:
     """As ``encode_rows``; turned ones may differ in rounding."""
     numbers = vectors.float()
     if turned:
-        numbers = numbers @ rotation(numbers.shape[-1], numbers.device)
+        numbers = numbers @ random_rotation(numbers.shape[-1], numbers.device)
     scale = numbers.abs().amax(-1, keepdim=True) / LARGEST_CODE
     codes = (numbers / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
     return torch.cat([codes, scale.view(torch.int8)], -1)
@@ -65,7 +65,7 @@ def decode_rows_reference(rows: Tensor, dtype: torch.dtype, *, turned: bool = Fa
     scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     numbers = rows[..., :-SCALE_BYTES].float() * scale
     if turned:
-        numbers = numbers @ rotation(numbers.shape[-1], numbers.device).mT
+        numbers = numbers @ random_rotation(numbers.shape[-1], numbers.device).mT
     return numbers.to(dtype)
 
 

@@ -74,7 +74,7 @@ def sketch_layout(bits: int, head_dim: int, page_size: int) -> SketchLayout:
 
 
 @lru_cache
-def rotation(head_dim: int, device: torch.device) -> Tensor:
+def random_rotation(head_dim: int, device: torch.device) -> Tensor:
     """An orthogonal matrix that spreads every channel over all, float32 [head_dim, head_dim]; vectors @ it rotates.
 
     Signs, then a Hadamard matrix of the largest power of two that divides ``head_dim``, in each of as many blocks as

@@ -29,7 +29,7 @@ class PlanCase:
         plan: a ``Plan``, whose module imports this one.
         rope: how the model rotates queries and keys, or why that is not known.
         model, settings: a model of transformers, and the settings of its generation_config.json.
-        runner: the model's runner (``engine.model_runner``), or its fast path.
+        runner, fast_path: the model's (``engine.model_runner``, ``engine.graphs.fast_path``).
     """
 
     plan: Any
@@ -40,6 +40,7 @@ class PlanCase:
     model: Any = None
     settings: Any = None
     runner: Any = None
+    fast_path: Any = None
 
 
 def reasons(it: Any, *tables: Objections) -> Iterator[str]:

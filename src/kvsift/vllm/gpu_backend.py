@@ -1,6 +1,6 @@
 """vLLM's FlashAttention with sparse decode: ``--attention-backend CUSTOM``.
 
-Sequences that decode take one launch in each layer, in captured graphs too. Sequences whose plan is sparse in prefill
+Sequences that decode take one launch in each layer, in CUDA graphs too. Sequences whose plan is sparse in prefill
 are attended one by one (``gpu_prefill``). All others are the stock backend's, with metadata of their own, so that what
 a sequence gives does not depend on its neighbours. Plans that skip nothing up to max_model_len leave everything to the
 stock backend.
@@ -102,7 +102,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        # graphs of mixed batches would fix which sequences decode
+        # CUDA graphs of mixed batches would fix which sequences decode
         if sparse_state(vllm_config) is not None:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
@@ -329,7 +329,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         return bool(self.kv_cache_dtype in FP8)
 
     def _logit_scale(self, layer: Any) -> float:
-        """Return the scale of this moment: graphs keep it, and weights loaded later must have the same scales."""
+        """Return the scale of this moment: CUDA graphs keep it, and weights loaded later must have the same scales."""
         return float(self.scale * layer._q_scale_float * layer._k_scale_float if self._is_fp8 else self.scale)
 
     def _scale_values(self, layer: Any, output: Tensor) -> None:

@@ -64,7 +64,7 @@ class GpuCounters:
         self._next_s = monotonic() + EVERY_S
 
     def keep(self, name: str, queries: Tensor, layer: DecodeLayer) -> None:
-        """Keep the queries of a layer, [batch, num_query_heads, head_dim], if it is one of those; in a graph, too."""
+        """Keep the queries of a layer, [batch, num_query_heads, head_dim], if it is one of those; captured as well."""
         if (memory := self._queries.get(name)) is not None:
             memory[: len(queries)].copy_(queries)
             self._kept[name] = weakref.ref(layer)

@@ -73,7 +73,7 @@ SERVERS: Objections = (
      f"kvsift reads no cache of {{it.cache_dtype}} here, but of {', '.join(WIDE)}. Take --kv-cache-dtype auto, and a "
      "checkpoint without a quantised cache."),
     (lambda served: served.cache_dtype in FP8 and getattr(served.config.cache_config, "calculate_kv_scales", False),
-     "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."),
+     "Scales that the first step measures come after CUDA graphs were captured. Leave out --calculate-kv-scales."),
     (lambda served: served.cache_dtype in FP8 and served.dtype == "float16"
      and "log_mass" in dict(served.settings.summaries),
      "Variances of fp8 keys, which log_mass keeps, overflow float16. Take --dtype bfloat16."),

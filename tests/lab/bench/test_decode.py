@@ -15,7 +15,7 @@ from kvsift_lab.bench.random_models import random_model
 from models.quantized_files import stay_everywhere
 
 from kvsift.errors import InputError
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
@@ -76,7 +76,7 @@ def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summaries(model: Any) -> None:
-    caches, step = filled_caches(model, PLAN, 256, 2, steps=4), DecoderStep(model)
+    caches, step = filled_caches(model, PLAN, 256, 2, steps=4), FusedStep(model)
     sifted, dense = (DecodeCase.of(model, step, caches, plan, capture=False).slots for plan in (PLAN, Plan()))
     for one, other in zip(sifted.layers, dense.layers):
         assert one.kv.keys.data_ptr() == other.kv.keys.data_ptr()
@@ -91,7 +91,7 @@ def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summ
 @pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
 def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
     caches = filled_caches(model, plan, 256, 2, steps=4)
-    case = DecodeCase.of(model, DecoderStep(model), caches, plan, capture=False)
+    case = DecodeCase.of(model, FusedStep(model), caches, plan, capture=False)
     for _ in range(2):  # the second time begins where the first began
         seconds, tallies, tokens = decode_rows(case, 256, 4)
         assert min(seconds) > 0

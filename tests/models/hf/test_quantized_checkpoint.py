@@ -30,8 +30,8 @@ from kvsift import LLM, native
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import FP8
 from kvsift.models import quantized
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.projection import Projection
@@ -100,7 +100,7 @@ def test_weights_that_stay_on_a_gpu_give_the_same_logits(name: str, tmp_path: Pa
     assert cast.scales.dtype == module.scales.dtype != torch.float64
     expected = logits(plain_like(tmp_path, weights, "Qwen2"))
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
-    layer = DecoderStep(model).layers[0]
+    layer = FusedStep(model).layers[0]
     assert all(each.weight is not None for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)  # with weights that have been joined
 
@@ -123,7 +123,7 @@ def test_whole_numbers_stay_packed_on_a_cpu(name: str, tmp_path: Path, caplog: p
             x = torch.randn(5, module.in_features)
             expected = x @ exact.T + weights.get(f"{name}.bias", torch.zeros(1))
             assert (module(x) - expected).norm() < 0.008 * expected.norm()
-    native_steps, composed = (FusedModel(DecoderStep(model)) for _ in range(2))
+    native_steps, composed = (FusedModel(FusedStep(model)) for _ in range(2))
     assert native_steps.native is not None
     composed.native = None
     caches = [filled(model, "dense", 50) for _ in range(2)]

@@ -53,13 +53,13 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
     slots.assign([], 0)
     times = {}
     with on_device(queries.device):
-        graphs = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
+        captured = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
         for length in (short, long):
             pages = -(-length // slots.batch.page_size)
             tables = [_pages(slots, slot * pages, pages) for slot in range(slots.num_slots)]
             slots.assign([Assignment(table, length - 1, 0, Sampling(), 0, rule) for table in tables], 0)
             slots.batch.advance()
-            times[length] = (_seconds(graphs[0]), _seconds(graphs[1]))
+            times[length] = (_seconds(captured[0]), _seconds(captured[1]))
     slots.assign([], 0)
     return crossover_length(times)
 
@@ -98,19 +98,19 @@ def _attend_all(slots: Slots, queries: torch.Tensor, mode: StepMode) -> None:
 def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     with collector_off():
         warm_up(run)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        cuda_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(cuda_graph):
             run()
-    return graph
+    return cuda_graph
 
 
-def _seconds(graph: torch.cuda.CUDAGraph) -> float:
+def _seconds(cuda_graph: torch.cuda.CUDAGraph) -> float:
     """Return the time of the fastest of some replays."""
     times = []
     for _ in range(ROUNDS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        cuda_graph.replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)

@@ -18,8 +18,8 @@ from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.captured_step import NO_STEP, Step
-from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.generation_config import FILE, GenerationSettings
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
@@ -47,22 +47,22 @@ class FastPath:
         place: where KV lives.
 
     Attributes:
-        turn: lock of the thread that uses the GPU: no thread may synchronise while another captures a graph. On a CPU
+        turn: lock of the thread that uses the GPU: no thread may synchronise while another captures. On a CPU
             it does nothing.
     """
 
-    objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path as its runner
-        (lambda case: case.runner._path == "composed", "requested"),
+    objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path
+        (lambda case: case.fast_path._path == "composed", "requested"),
         (lambda case: case.place.in_host_memory and not case.place.store.captures,
          "its keys and values are in host memory"),
         (lambda case: not case.place.store.captures, "placement={it.place.name} has no pools for captured steps"),
-        (lambda case: not case.on_gpu and case.runner._path != "eager", "no NVIDIA GPU"),
+        (lambda case: not case.on_gpu and case.fast_path._path != "eager", "no NVIDIA GPU"),
         (lambda case: case.on_gpu and not HAVE_TRITON, "Triton is not installed"),
         (lambda case: case.settings.applied,
          f"{FILE} asks for {{found}}, which is applied to the logits of each step on the host"),
         (lambda case: reason_against(case.plan), "{found}"),
         (lambda case: reason(case, case.place.store.not_captured), "{found}"),
-        (lambda case: case.runner._reason_of_model(case.plan, case.model), "{found}"),
+        (lambda case: case.fast_path._reason_of_model(case.plan, case.model), "{found}"),
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,7 @@ class FastPath:
         self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
         self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step and the trial
-        self._step: DecoderStep | None = None
+        self._step: FusedStep | None = None
         self._fused: FusedModel | None = None
         self._model_reason: str | None = None  # why no step of the model is captured; "" if none
         self._crossovers: dict[object, int] = {}
@@ -101,7 +101,7 @@ class FastPath:
     def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
         """Whether sequences of a plan take steps of blocks (``block_groups``), where they take captured ones."""
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
-        return asked and reason(model, DecoderStep.objections) is None
+        return asked and reason(model, FusedStep.objections) is None
 
     def reason_uncaptured(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
         """Why decode steps of a model with these settings are not captured; None: they are.
@@ -109,7 +109,7 @@ class FastPath:
         Raises:
             InputError: if captured steps are required.
         """
-        case = PlanCase(plan, self._place, self._device.type == "cuda", model=model, settings=settings, runner=self)
+        case = PlanCase(plan, self._place, self._device.type == "cuda", model=model, settings=settings, fast_path=self)
         _, against = verdict(case, {"captured": self.objections, "not captured": ()})
         for why in against:
             if self._path == "captured":
@@ -127,7 +127,7 @@ class FastPath:
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
-            if self._fused is None and reason(model, DecoderStep.objections, NO_STEP) is None:
+            if self._fused is None and reason(model, FusedStep.objections, NO_STEP) is None:
                 self._fused = FusedModel(self._fused_step(model))
             return self._fused
 
@@ -147,13 +147,13 @@ class FastPath:
         return Session(kv, step, open_cache, self._crossover, self._path != "eager", steady)
 
     def _step_of(self, model: Any, rotation: int | None) -> Step:
-        is_fused = reason(model, DecoderStep.objections) is None
+        is_fused = reason(model, FusedStep.objections) is None
         return self._fused_step(model) if is_fused else TransformersStep(model, rotation)
 
-    def _fused_step(self, model: Any) -> DecoderStep:
+    def _fused_step(self, model: Any) -> FusedStep:
         with self._making:
             if self._step is None:
-                self._step = DecoderStep(model)
+                self._step = FusedStep(model)
             return self._step
 
     def _reason_of_model(self, plan: Plan, model: Any) -> str | None:

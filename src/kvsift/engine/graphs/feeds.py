@@ -13,14 +13,14 @@ from kvsift.engine.sampling import Sampling, choice_of
 from kvsift.layer.paged_decode import ALWAYS
 from kvsift.plan.plan import Rule
 
-Pages = Sequence[int] | Tensor
-NO_PAGES: Pages = ()  # of an idle slot
+PageNumbers = Sequence[int] | Tensor
+NO_PAGES: PageNumbers = ()  # of an idle slot
 
 
 class Assignment(NamedTuple):
     """A sequence that takes a slot."""
 
-    pages: Pages  # of its tokens so far, and of those to come
+    pages: PageNumbers  # of its tokens so far, and of those to come
     length: int  # tokens cached
     token: int  # the next to feed
     sampling: Sampling
@@ -36,7 +36,7 @@ class Assignment(NamedTuple):
 class Block(NamedTuple):
     """Consecutive tokens of a sequence, which take neighbouring slots."""
 
-    pages: Pages
+    pages: PageNumbers
     length: int  # tokens cached before them
     tokens: Sequence[int]
     sampling: Sampling

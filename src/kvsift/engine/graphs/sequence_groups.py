@@ -43,7 +43,7 @@ class Group(ABC, Generic[GroupMember]):
         most: sequences.
 
     Attributes:
-        setup_s: seconds spent on capturing graphs, and on measuring the crossover.
+        setup_s: seconds spent on captures, and on measuring the crossover.
     """
 
     def __init__(self, session: Session, rotation: int | None, most: int = STEADY_SLOTS) -> None:
@@ -118,7 +118,7 @@ class Group(ABC, Generic[GroupMember]):
             return None if kept is None else self._end(seq, kept)
         finally:  # also if it cannot be counted: the others go on without it
             self._seqs.pop(seq, None)  # first: a sequence without steps is not asked to leave again
-            seq.steps = None  # whoever keeps the sequence keeps no graphs
+            seq.group = None  # whoever keeps the sequence keeps no CUDA graphs
 
     @abstractmethod
     def _end(self, seq: EngineSequence, kept: GroupMember) -> CapturedSequence | None:

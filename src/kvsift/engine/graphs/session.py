@@ -31,7 +31,7 @@ class Session:
         step: step of the model.
         open_cache: returns an empty cache under a decode rule, over the pages of a table, and with a scratch page.
         crossover: returns the context length below which dense steps are faster.
-        capture: False runs steps without graphs, for tests on a CPU.
+        capture: False runs steps without CUDA graphs, for tests on a CPU.
         steady: what a sequence answers is not to depend on others: all steps are of as many slots, and each sequence is
             attended by its own mode.
 
@@ -63,7 +63,7 @@ class Session:
         """Drop the tensors."""
         self._cache: SparseCache | None = None
         self._angles = torch.empty(0)
-        self._graphs: Any = None  # the memory that they share
+        self._graph_memory: Any = None  # that their CUDA graphs share
         self._slots: dict[tuple[object, ...], Slots] = {}
         self._blocks: dict[tuple[int, int, int], Slots] = {}
 
@@ -115,7 +115,7 @@ class Session:
             cache = self._open_cache(rule, self.table)
             self._moves, self._max_pages = self.kv.moves, round_up(self._pages)
             self._angles = self._step.angles(self._max_pages * cache.page_size)
-            self._graphs = torch.cuda.graph_pool_handle() if self._capture else None
+            self._graph_memory = torch.cuda.graph_pool_handle() if self._capture else None
             self._cache = cache  # last: memory may have been short
         return self._cache
 
@@ -126,7 +126,7 @@ class Session:
         return rule is None or (own is not None and own.method == rule.method)
 
     def _new_slots(self, cache: SparseCache, rules: Sequence[Rule | None], number: int, block: int = 0) -> Slots:
-        return Slots(self._step, self._angles, cache, rules, number, self._max_pages, self._graphs, block)
+        return Slots(self._step, self._angles, cache, rules, number, self._max_pages, self._graph_memory, block)
 
     @property
     def _rule(self) -> Rule | None:
@@ -152,8 +152,8 @@ def fixed_slots(step: Step, cache: SparseCache, num_slots: int, pages: int, capt
     """Return slots for sequences of at most so many pages of a cache's pool, under its plan. They are of no use any
     more once the pool grows."""
     max_pages = round_up(pages)
-    angles, graphs = step.angles(max_pages * cache.page_size), torch.cuda.graph_pool_handle() if capture else None
-    return Slots(step, angles, cache, [rule_of(cache.run.plan)], num_slots, max_pages, graphs)
+    angles, memory = step.angles(max_pages * cache.page_size), torch.cuda.graph_pool_handle() if capture else None
+    return Slots(step, angles, cache, [rule_of(cache.run.plan)], num_slots, max_pages, memory)
 
 
 def round_up(pages: int) -> int:

@@ -21,7 +21,7 @@ from kvsift.engine.graphs.feeds import (
     Assignment,
     Block,
     Feed,
-    Pages,
+    PageNumbers,
     Shift,
     drafts_at,
     feeds_of_blocks,
@@ -42,17 +42,17 @@ from kvsift.plan.plan import Rule
 
 
 class StepKind(NamedTuple):
-    """The properties that a graph is captured for."""
+    """The properties that a CUDA graph is captured for."""
 
     mode: StepMode
     choice: Choice = "greedy"
-    keeps_logits: bool = False  # else the memory is free for other graphs
+    keeps_logits: bool = False  # else the memory is free for other CUDA graphs
 
 
 class CapturedStep(NamedTuple):
     """A step, and what its last replay has computed."""
 
-    graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph
+    cuda_graph: torch.cuda.CUDAGraph | None  # None: the step runs without one
     queries: list[Tensor]  # [slots, num_query_heads, head_dim] in each layer
     logits: Tensor | None = None  # float32 [slots, vocabulary], where they are kept
 
@@ -73,7 +73,7 @@ class SlotBatch(DecodeBatch):
 
 
 class Slots:
-    """Buffers and graphs of ``num_slots`` sequences.
+    """Buffers and CUDA graphs of ``num_slots`` sequences.
 
     Args:
         step: step of the model.
@@ -82,7 +82,7 @@ class Slots:
         rules: decode rules that sequences may have, all of one method; None is dense.
         num_slots: sequences side by side.
         max_pages: most pages of a sequence.
-        pool: memory that graphs share; None runs steps without graphs.
+        pool: memory that CUDA graphs share; None runs steps without any.
         block: unless 0, so many slots are consecutive tokens of one sequence (``layer.paged_decode.DecodeBatch``). All
             are dense then, and write the summaries of the pages that they fill.
 
@@ -102,7 +102,7 @@ class Slots:
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
         self._scratch = cache.table.reserve_scratch()
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
-        self._placed: list[Pages] = [NO_PAGES] * num_slots  # in the table
+        self._placed: list[PageNumbers] = [NO_PAGES] * num_slots  # in the table
         self.batch = SlotBatch(self._table, page_size, rules, block)
         self.results = torch.zeros(2 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
         self.tokens, self._best, self.counted = self.results[0], self.results[1].view(torch.float64), self.results[2:]
@@ -144,14 +144,14 @@ class Slots:
             return
         self.assign([], 0)
         queries: list[Tensor] = []
-        graph = logits = None
+        cuda_graph = logits = None
         if self._pool is not None:
             with on_device(self.tokens.device), collector_off():
                 warm_up(lambda: self._run(kind, []))
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
+                cuda_graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(cuda_graph, pool=self._pool):
                     logits = self._run(kind, queries)
-        self._captured[kind] = CapturedStep(graph, queries, logits)
+        self._captured[kind] = CapturedStep(cuda_graph, queries, logits)
 
     @torch.inference_mode()
     def assign(self, seqs: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
@@ -186,7 +186,7 @@ class Slots:
             self._place(slot, NO_PAGES if block is None else block.pages)
         self._feed(feeds_of_blocks(blocks, self.num_slots, size, steps), drafted)
 
-    def _place(self, slot: int, pages: Pages) -> None:
+    def _place(self, slot: int, pages: PageNumbers) -> None:
         """Write the pages of a slot into the table, unless they are there."""
         if pages is not self._placed[slot]:
             held = pages[: self._table.shape[1]]
@@ -251,8 +251,8 @@ class Slots:
             self._drawn.copy_(self._noise[number])
         queries: list[Tensor] = []
         with on_device(self.tokens.device):
-            if captured.graph is not None:
-                captured.graph.replay()
+            if captured.cuda_graph is not None:
+                captured.cuda_graph.replay()
                 return captured
             logits = self._run(kind, queries)
         return CapturedStep(None, queries, logits)
@@ -313,7 +313,7 @@ def tokens_of(results: Tensor) -> list[int]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device current: kernels and graphs are launched on the current device, which need not be the model's."""
+    """Make a device current: kernels are launched and steps captured there, and it need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -6,7 +6,7 @@ from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.errors import Conflict, UnsupportedPlan
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.plan.capabilities import ONLY_DRAFTS, PlanCase, check, reason
 from kvsift.plan.plan import Plan
 from kvsift.types import Objections
@@ -40,7 +40,7 @@ EXACT_STEPS: Objections = (  # captured
      "plan='dense'."),
     (lambda case: case.runner.reason_uncaptured(case.plan) or case.runner.reason_apart(case.plan),
      "on a GPU, drafts are verified in captured steps, and {found}. Name another plan, or plan='dense'."),
-    (lambda case: reason(case.runner.model, DecoderStep.objections), "{found}. Leave exact out, with plan='dense'."),
+    (lambda case: reason(case.runner.model, FusedStep.objections), "{found}. Leave exact out, with plan='dense'."),
 )  # fmt: skip
 
 

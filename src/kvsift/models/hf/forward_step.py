@@ -1,6 +1,6 @@
 """A decode step of any model that the adapter takes, by its own forward pass.
 
-Slower than ``decoder_step``, whose launches are fused, but captured in a CUDA graph it costs no Python either. The
+Slower than ``fused_step``, whose launches are fused, but captured in a CUDA graph it costs no Python either. The
 forward pass gets a cache whose layers append and attend on the device; positions come from the lengths there.
 """
 
@@ -16,7 +16,7 @@ from transformers import Cache
 from kvsift.kernels.append import append
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.rope import RopeLimits
@@ -57,7 +57,7 @@ class TransformersStep:
     objections: ClassVar[Objections] = (  # to models
         (lambda model: not SparseCache(model.config, SparseRun(Plan(), RunStats())).can_undo,
          "{it.__class__.__name__} has layers without full attention"),
-        (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a graph holds one
+        (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a step has one
          "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
     )  # fmt: skip
     keeps_bits = False  # libraries add up products of one row and of several in other orders
@@ -89,4 +89,4 @@ class TransformersStep:
 
 def kind_of_step(model: Any) -> tuple[str, list[str]]:
     """Return the ``Step`` of a model, "fused" or "own", "" if none can be captured, and why it is not a better one."""
-    return verdict(model, {"fused": DecoderStep.objections, "own": TransformersStep.objections})
+    return verdict(model, {"fused": FusedStep.objections, "own": TransformersStep.objections})

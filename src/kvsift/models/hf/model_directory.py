@@ -48,8 +48,8 @@ from kvsift.errors import (
 )
 from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
-from kvsift.models.decoder_step import MODEL_TYPES
 from kvsift.models.embedded import embedded_model
+from kvsift.models.fused_step import MODEL_TYPES
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsift.errors import DamagedFile, WrongFile
 from kvsift.kernels.scaled_weight import ScaledWeight
-from kvsift.models.decoder_step import MODEL_TYPES
+from kvsift.models.fused_step import MODEL_TYPES
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_formats import Block, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held

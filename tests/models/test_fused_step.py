@@ -8,7 +8,7 @@ from models.tiny import tiny
 from torch import nn
 
 from kvsift.models.captured_step import NO_STEP
-from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import kind_of_step
 from kvsift.models.projection import Projection
 from kvsift.plan.capabilities import reason
@@ -94,7 +94,7 @@ def test_their_own_forward_is_a_step_where_all_layers_have_full_attention(family
 
 def test_angles_are_the_model_s_own() -> None:
     model = tiny("Llama", rope_parameters={**ROPE, "rope_type": "yarn"})
-    angles = DecoderStep(model).angles(100)
+    angles = FusedStep(model).angles(100)
     cos, sin = model.model.rotary_emb(torch.empty(0), torch.arange(100)[None])
     assert torch.equal(angles[:, 0], cos[0])
     assert torch.equal(angles[:, 1], sin[0])

@@ -58,7 +58,7 @@ class LayerWeights:
         )
 
 
-class DecoderStep:
+class FusedStep:
     """A ``Step`` of fused launches.
 
     Args:

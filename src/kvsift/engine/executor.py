@@ -39,7 +39,7 @@ ROOM_BEHIND_DOCUMENTS = 256  # tokens, so that most questions move no pool
 GroupKind = type[BlockGroup] | type[SequenceGroup]
 
 
-class SequenceRunner:
+class Executor:
     """What the loop does with a model.
 
     Args:
@@ -134,8 +134,8 @@ class SequenceRunner:
     def decode_sequences(self, seqs: Sequence[EngineSequence]) -> Sequence[Tensor | int]:
         """Feed the next token of each sequence of a group: logits [vocabulary] of each, or the token that was
         chosen."""
-        if seqs[0].steps is not None:
-            group: Group[Any] = seqs[0].steps
+        if seqs[0].group is not None:
+            group: Group[Any] = seqs[0].group
             return group.step(seqs)
         fused, caches = self._fused, [seq.cache for seq in seqs if seq.cache is not None]
         if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
@@ -180,14 +180,14 @@ class SequenceRunner:
             self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
 
     def most_verified(self, seq: EngineSequence) -> int:
-        return MAX_SEQUENCES if seq.steps is None else seq.steps.most_verified(seq)
+        return MAX_SEQUENCES if seq.group is None else seq.group.most_verified(seq)
 
     def is_ahead(self, seq: EngineSequence) -> bool:
-        return seq.steps is not None and seq.steps.is_ahead(seq)
+        return seq.group is not None and seq.group.is_ahead(seq)
 
     def check(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> Checked:
-        if seqs[0].steps is not None:
-            checked: Checked = seqs[0].steps.check(seqs, proposals)
+        if seqs[0].group is not None:
+            checked: Checked = seqs[0].group.check(seqs, proposals)
             return checked
         started = perf_counter()
         proposed = [
@@ -228,7 +228,7 @@ class SequenceRunner:
         return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
 
     def undo(self, seq: EngineSequence) -> None:
-        if seq.steps is None and seq.cache is not None:
+        if seq.group is None and seq.cache is not None:
             seq.cache.undo(seq.num_cached)
 
     def groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
@@ -237,9 +237,9 @@ class SequenceRunner:
         for seq in seqs:
             if not seq.path:
                 self._begin_steps(seq)
-        captured = [[seq for seq in seqs if seq.steps is group] for group in self._groups]
+        captured = [[seq for seq in seqs if seq.group is group] for group in self._groups]
         parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
-        others, joined = [seq for seq in seqs if seq.steps is None], list[EngineSequence]()
+        others, joined = [seq for seq in seqs if seq.group is None], list[EngineSequence]()
         if self._fused is not None and self._fused.joins:
             plans = [seq.request.plan for seq in others]
             joins = [plan.can_undo and not plan.wants_hidden for plan in plans]
@@ -265,7 +265,7 @@ class SequenceRunner:
         except BaseException:
             group.forget(seq)
             raise
-        seq.steps, seq.path = group, self._runner.fast_path.name
+        seq.group, seq.path = group, self._runner.fast_path.name
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is SequenceGroup
@@ -325,13 +325,13 @@ class SequenceRunner:
     def recall(self, seq: EngineSequence) -> None:
         """Let a sequence that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for
         it."""
-        seq.steps.recall()
+        seq.group.recall()
 
     def leave(self, seq: EngineSequence) -> None:
         """Count what a sequence has done in captured steps: it ends."""
-        if seq.steps is None:
+        if seq.group is None:
             return
-        launched = seq.steps.leave(seq)
+        launched = seq.group.leave(seq)
         if seq.prefix is not None and seq.cache is not None:  # which goes on without what was written ahead
             written, stale = (seq.num_cached, None) if launched is None else (launched.written, launched.stale_from)
             seq.cache.advance(0, written, seq.num_cached, stale)
