@@ -25,9 +25,12 @@ from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
+from kvsift.models.captured_step import NO_STEP
 from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
+from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.native.shapes import NOT_FINITE
+from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
@@ -250,9 +253,9 @@ class Executor:
     def _begin_steps(self, seq: EngineSequence) -> None:
         """Decide which steps a sequence takes, and let it join others in captured ones."""
         assert seq.cache is not None
-        if reason := self._reason_uncaptured(seq):
-            against = "" if seq.observer is not None else self._reason_composed(seq.cache)
-            seq.path = "native" if against is None else "composed: " + "; ".join(filter(None, [reason, against]))
+        if why := self._reason_uncaptured(seq):
+            too = why if seq.observer is not None else self._reason_composed(seq.cache, why)
+            seq.path = "native" if too is None else "composed: " + "; ".join(dict.fromkeys([why, too]))
             return
         rotation, kv = seq.cache.rotation, seq.cache.table.kv
         kind = BlockGroup if self._takes_blocks(seq) else SequenceGroup
@@ -309,9 +312,13 @@ class Executor:
             return "probabilities are kept"
         return self._runner.reason_uncaptured(seq.request.plan)
 
-    def _reason_composed(self, cache: SparseCache) -> str | None:
-        """Why steps that are not captured are composed, for a cache; None: they are native. "": they could not be."""
-        return "" if self._runner.device.type != "cpu" or self._fused is None else self._fused.reason_composed(cache)
+    def _reason_composed(self, cache: SparseCache, uncaptured: str) -> str | None:
+        """Why steps that are not captured, for a reason that may suffice, are not native either; None: they are."""
+        if self._runner.device.type != "cpu":
+            return uncaptured
+        if self._fused is None:
+            return reason(self._runner.model, FusedStep.objections, NO_STEP) or uncaptured
+        return self._fused.reason_composed(cache)
 
     def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:
         """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""

@@ -68,7 +68,7 @@ class FusedStep:
 
     objections: ClassVar[Objections] = (  # to models
         (lambda model: model.config.model_type not in MODEL_TYPES,
-         "{it.__class__.__name__} is none of the architectures whose steps are captured"),
+         "{it.__class__.__name__} is none of the architectures whose steps are fused"),
         (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
          "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
         (lambda model: set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
