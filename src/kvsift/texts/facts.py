@@ -4,22 +4,16 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
-from kvsift.texts.events import new_event, with_aside
-from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
+from kvsift.texts.events import TEMPLATES, new_event, with_aside
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
 from kvsift.texts.values import KINDS, value
-from kvsift.texts.words import (
-    DEFAULT,
-    Lexicon,
-    capitalised,
-    digits,
-    pseudo_word,
-)
+from kvsift.texts.words import DEFAULT, Lexicon, capitalised, digits, pseudo_word
 
 TOKENS_PER_QUESTION = 64  # of its needles, an upper bound
+_ATTRIBUTES = [(kind, name) for kind, names in TEMPLATES["attributes"].items() for name in names]
 
 
 @dataclass(frozen=True)
@@ -80,16 +74,16 @@ def _attribute_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[
     kind, attribute = rng.choice(pool.attributes)
     subject = rng.choice(pool.things if rng.random() < 0.75 else pool.people)
     answer = value(rng, kind, lexicon)
-    forms = KIND_QUESTIONS.get(kind, ())
-    question = rng.choice(forms) if forms and rng.random() < 0.4 else rng.choice(QUESTIONS)
-    return subject, (attribute,), _fact(rng.choice(STATEMENTS), question, subject, answer, attribute)
+    forms = TEMPLATES["kind_questions"].get(kind)
+    question = rng.choice(forms) if forms and rng.random() < 0.4 else rng.choice(TEMPLATES["questions"])
+    return subject, (attribute,), _fact(rng.choice(TEMPLATES["statements"]), question, subject, answer, attribute)
 
 
 def _verb_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str, tuple[str, ...], Fact]:
-    owner, kind, statement, questions = rng.choice(VERB_FACTS)
+    owner, kind, statement, *questions = rng.choice(TEMPLATES["verb_facts"])
     subject = rng.choice(pool.people if owner == "person" else pool.things)
     fact = _fact(statement, rng.choice(questions), subject, value(rng, kind, lexicon))
-    return subject, _relations(questions), fact
+    return subject, _relations(*questions), fact
 
 
 def _event_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str, tuple[str, ...], Fact]:
@@ -98,7 +92,7 @@ def _event_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str,
 
 
 @cache
-def _relations(questions: tuple[str, ...]) -> tuple[str, ...]:
+def _relations(*questions: str) -> tuple[str, ...]:
     """Return the relations of a verb fact: questions, and attributes they name ("What is the price of {e}?")."""
     matches = (re.fullmatch(r"\w+ is (?:the (.+) of {e}|{e}'s (.+))\?", question) for question in questions)
     return (*questions, *(match[1] or match[2] for match in matches if match))
@@ -120,15 +114,10 @@ def _filled(template: str, words: dict[str, str]) -> str:
 def _attribute(rng: random.Random, lexicon: Lexicon) -> tuple[str, str]:
     """Return a kind of value and an attribute; one in five is an invented compound."""
     if rng.random() < 0.8:
-        return rng.choice(_attributes())
+        return rng.choice(_ATTRIBUTES)
     nouns = f"{rng.choice(lexicon.nouns)} {rng.choice(lexicon.nouns)}"
     words = (rng.choice(lexicon.nouns), f"{rng.choice(lexicon.adjectives)} {rng.choice(lexicon.nouns)}", nouns)
     return rng.choice(tuple(KINDS)), rng.choice(words)
-
-
-@lru_cache(maxsize=1)
-def _attributes() -> tuple[tuple[str, str], ...]:
-    return tuple((kind, " ".join(a.split())) for kind, names in ATTRIBUTES.items() for a in names.split("|"))
 
 
 def _thing(rng: random.Random, lexicon: Lexicon, stem: str) -> str:
