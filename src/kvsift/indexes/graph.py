@@ -184,22 +184,12 @@ class GraphIndex:
         """
         core, (num_graphs, _, degree) = native.core, self.neighbours.shape
         unreachable = [
-            core.graph_unreachable(
-                self.neighbours[graph].data_ptr(),
-                self.rows,
-                degree,
-                self.entries[graph].data_ptr(),
-                self.entries.shape[1],
-            )
-            for graph in range(num_graphs)
+            core.graph_unreachable(near.data_ptr(), self.rows, degree, first.data_ptr(), len(first))
+            for near, first in zip(self.neighbours, self.entries)
         ]
+        num_bytes = 4 * (self.neighbours.numel() + self.entries.numel())
         return {
-            "kind": "graph",
-            "rows": self.rows,
-            "bytes": 4 * (self.neighbours.numel() + self.entries.numel()),
-            **self._seconds,
-            "searches": self.count.searches,
-            "scanned": self.count.mean,
+            **self.count.statistics("graph", self.rows, num_bytes, **self._seconds),
             "graphs": num_graphs,
             "degree": degree,
             "beam": self.widened,
