@@ -155,9 +155,7 @@ class CritiPrefill(Method):
         means = unpack_means(rows, SketchLayout(1, shape.head_dim, self.page_size))
         keys, values = (mean.unflatten(1, (-1, per_block)).mean(2) for mean in means)  # [num_kv_heads, count, head_dim]
         rotated = (queries.float() * shape.scale) @ random_rotation(shape.head_dim, queries.device)
-        logits = rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        logits = shape.capped(rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT)
         seen = torch.zeros(logits.shape[0], candidates.count, dtype=torch.bool, device=logits.device)
         seen.scatter_(1, chosen.units - candidates.first, True)
         logits = logits.masked_fill(seen[:, None, None], -torch.inf) + log(self.block)

@@ -90,9 +90,7 @@ class PQCache(ScoringMethod):
     ) -> Selection:  # fmt: skip
         if limit.always_lse is not None:  # the limit depends on shares
             return super().select(state, shape, queries, start, candidates, limit, reader)
-        logits = self.score(state, shape, queries, start, candidates, reader)
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        logits = shape.capped(self.score(state, shape, queries, start, candidates, reader))
         shares = logits.softmax(-1).sum(1).unflatten(0, (self.num_selections(shape), -1)).sum(1)
         return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
 

@@ -66,9 +66,7 @@ class ScoringMethod(Method):
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None
         if limit.always_lse is not None:
-            if shape.softcap is not None:
-                scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            best, always = _shares(scores, limit.always_lse, num_heads, candidates.unit_size)
+            best, always = _shares(shape.capped(scores), limit.always_lse, num_heads, candidates.unit_size)
             keep = units_per_head(best, always, limit)
         return chosen_units(best, keep, limit, candidates)
 

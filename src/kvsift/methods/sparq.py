@@ -16,6 +16,7 @@ criterion of a single query is applied to a chunk, as in the tables of QuoKA, wi
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
+from kvsift.methods.common.token_rows import TokenRows
 from kvsift.methods.scoring import chosen_units, top_units, units_per_head
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
@@ -114,7 +116,7 @@ class SparQ(ShareMethod):
         if queries.shape[1] > 1 or not self.second_copy:
             return super().shares(state, shape, queries, start, reader)
         kept = kept_channels(shape, queries, self.channels)
-        rows = state.channels.read(reader, start + 1, kept)  # [num_kv_heads, number of kept, num_tokens]
+        rows = state.channels.of_channels(reader, start + 1, kept)  # [num_kv_heads, number of kept, num_tokens]
         surrogates = self.stand_ins(state, shape, queries, start, reader)
         of_heads = kept.repeat_interleave(shape.group_size, 0).unsqueeze(1)
         return mean_shares(shape, surrogates.gather(2, of_heads), rows.mT)
@@ -172,40 +174,16 @@ class ValueMean:
             self.sums = self.sums[:, : length // BLOCK + 1]
 
 
-class ChannelRows:
-    """Keys of one sequence in one layer by channel, copied when they are read, in a buffer that grows."""
+class ChannelRows(TokenRows):
+    """Keys of one sequence in one layer by channel, [num_kv_heads, head_dim, capacity], copied when they are read."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._buffer: Tensor | None = None  # [num_kv_heads, head_dim, capacity], in the dtype of the keys
+    at_once = sys.maxsize  # a copy needs no temporary memory
+    axis = 2
 
-    @torch.inference_mode()  # the buffer outlives the caller's inference mode
-    def read(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
+    def of_channels(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
         """Chosen channels of the first ``stop`` keys, [num_kv_heads, count, stop].
 
         channels int64 [num_kv_heads, count].
         """
-        if self.length < stop:
-            self._append(reader.keys(self.length, stop))
-        assert self._buffer is not None
-        chosen = [rows[own, :stop] for rows, own in zip(self._buffer, channels)]
-        return reader.counted(torch.stack(chosen))
-
-    def _append(self, keys: Tensor) -> None:
-        stop = self.length + keys.shape[1]
-        if self._buffer is None or self._buffer.shape[2] < stop:
-            buffer = keys.new_empty(keys.shape[0], keys.shape[2], max(stop, 2 * self.length))
-            if self._buffer is not None:
-                buffer[..., : self.length] = self._buffer[..., : self.length]
-            self._buffer = buffer
-        self._buffer[..., self.length : stop] = keys.mT
-        self.length = stop
-
-    def fork(self) -> ChannelRows:
-        copy = ChannelRows()
-        if self._buffer is not None:
-            copy.length, copy._buffer = self.length, self._buffer[..., : self.length].clone()  # both append to it
-        return copy
-
-    def crop(self, length: int) -> None:
-        self.length = min(self.length, length)
+        keys = self.filled(reader, stop, lambda keys: keys.mT)
+        return reader.counted(torch.stack([rows[own, :stop] for rows, own in zip(keys, channels)]))

@@ -173,9 +173,7 @@ def attention_weights(shape: LayerShape, queries: Tensor, keys: Tensor, seen: Te
     the last tokens each query may see. It sees all tokens before those.
     """
     grouped = queries.to(keys.device).float().unflatten(0, (len(keys), -1)).flatten(1, 2)
-    logits = ((grouped * shape.scale) @ keys.float().mT).view(len(queries), queries.shape[1], -1)
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    logits = shape.capped(((grouped * shape.scale) @ keys.float().mT).view(len(queries), queries.shape[1], -1))
     if seen is not None:
         hidden = ~seen.repeat_interleave(len(queries) // len(seen), 0)
         logits[:, :, logits.shape[2] - hidden.shape[2] :].masked_fill_(hidden, -torch.inf)

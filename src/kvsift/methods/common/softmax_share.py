@@ -54,8 +54,5 @@ def mean_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
     tile = max(1, MAX_SCORES // (shape.num_query_heads * keys.shape[1]))
     total = torch.zeros(shape.num_query_heads, keys.shape[1], dtype=torch.float32, device=keys.device)
     for part in queries.split(tile, 1):
-        logits = exact_logits(shape, part, keys)
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
-        total += logits.softmax(-1).sum(1)
+        total += shape.capped(exact_logits(shape, part, keys)).softmax(-1).sum(1)
     return total / queries.shape[1]
