@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.traits import Traits
@@ -128,13 +128,11 @@ class H2O(DroppingMethod):
     traits: ClassVar[Traits] = DroppingMethod.traits._replace(compares_heads=True)
     source: ClassVar[str] = "arXiv 2306.14048"
 
-    mode: Mode = "online"
-    recent: float = 0.5
+    mode: Mode = knob("online")
+    recent: float = knob(0.5, is_share=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("mode", self.mode, ("online", "oneshot", "decode_only"))
-        checks.share("recent", self.recent)
         if self.mode == "decode_only":
             self._imply(phases=("decode",))
 

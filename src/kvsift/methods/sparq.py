@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
 from kvsift.methods.common.token_rows import TokenRows
 from kvsift.methods.scoring import chosen_units, top_units, units_per_head
@@ -67,17 +67,10 @@ class SparQ(ShareMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2312.04985"
 
-    channels: int = 32
-    mean_value: bool = True
-    second_copy: bool = False
-    compat: Literal["paper", "code"] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("channels", self.channels, 1)
-        checks.flag("mean_value", self.mean_value)
-        checks.flag("second_copy", self.second_copy)
-        checks.compat(self.compat, "paper", "code")
+    channels: int = knob(32, 1)
+    mean_value: bool = knob(True)
+    second_copy: bool = knob(False)
+    compat: Literal["paper", "code"] | None = knob(None)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidMethod
-from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, select_remaining, select_remaining_shared
 from kvsift.methods.common.recent_queries import RecentQueries
 from kvsift.methods.traits import Traits
@@ -93,10 +93,7 @@ class DroppingMethod(Method):
 
     traits: ClassVar[Traits] = Traits(keeps_all=False, wants_queries=True, follows=True)
 
-    evict: bool = False
-
-    def __post_init__(self) -> None:
-        checks.flag("evict", self.evict)
+    evict: bool = knob(False)
 
     def observe(
         self, state: Any, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int

@@ -24,10 +24,6 @@ class ShareMethod(ScoringMethod, ChunkedMethod):
 
     traits: ClassVar[Traits] = Traits(estimates_mass=True, compares_heads=True)
 
-    def __post_init__(self) -> None:
-        ScoringMethod.__post_init__(self)
-        ChunkedMethod.__post_init__(self)
-
     def stand_ins(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
         """Surrogate queries, whose exact logits are the estimate: [num_query_heads, any number, head_dim]."""
         return queries
