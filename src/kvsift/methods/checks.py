@@ -87,7 +87,7 @@ def of_knobs(method: Any) -> None:
         elif isinstance(each.default, bool):
             flag(each.name, value)
         else:
-            one_of(each.name, value, *_words(type(method), each.name))
+            one_of(each.name, value, *_words(type(method), each.name))  # type: ignore[arg-type]
 
 
 @cache
