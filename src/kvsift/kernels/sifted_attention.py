@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
-from kvsift.kernels.page_attention import page_attention, page_attention_reference
+from kvsift.kernels.page_attention import page_attention
 from kvsift.kernels.page_summary import Kind, find_kind
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
-from kvsift.kernels.score_pages import score_pages, score_pages_reference
-from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
+from kvsift.kernels.score_pages import score_pages
+from kvsift.kernels.top_pages import visible_pages
 from kvsift.kernels.triton_shim import power_of_two
 
 PARTS = ("primitives", "common", "scores", "choice", "attention", "pages", "merge", "step")
@@ -93,21 +93,6 @@ def sifted_attention(
     )
     visible_pages(scores, spans, pages.shape[2], out=(pages, counts))
     return page_attention(
-        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible,
-        dense_below=dense_below, out=out,
-    )  # fmt: skip
-
-
-def sifted_attention_reference(
-    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
-    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
-    visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
-    ranked: int | None = None,
-) -> Tensor:  # fmt: skip
-    shared = pages.shape[1] == kv.num_kv_heads
-    scores = score_pages_reference(queries, summary, kv.table, spans, kind=kind, scale=scale, shared=shared)
-    visible_pages_reference(scores, spans, pages.shape[2], out=(pages, counts))
-    return page_attention_reference(
         queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible,
         dense_below=dense_below, out=out,
     )  # fmt: skip

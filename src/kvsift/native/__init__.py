@@ -7,7 +7,7 @@
 from kvsift.native.attention import attend_dense, attend_units, merge_estimate, takes_estimate
 from kvsift.native.codes import Codes
 from kvsift.native.loader import available, core, level, levels, num_threads, use_level, why_missing
-from kvsift.native.memory import advise_huge, bandwidth
+from kvsift.native.memory import advise_huge
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import all_scores, scan, scan_codes
 from kvsift.native.shapes import PooledRows
