@@ -39,7 +39,8 @@ def built_wheel(tmp_path: Path, **settings: str) -> list[str]:
 
 def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
     names = built_wheel(tmp_path, **{"wheel.cmake": "false"})
-    for name in ("embedded/weights.npz", "embedded/tokenizer.json", "embedded/README.md", "py.typed"):
+    data = "texts/facts.toml", "texts/words.toml"
+    for name in ("embedded/weights.npz", "embedded/tokenizer.json", "embedded/README.md", "py.typed", *data):
         assert f"kvsift/{name}" in names
     assert {"kvsift/kernels/sift/common.cu", "kvsift/kernels/streamed_linear.cu"} <= set(names)
     page = {f"kvsift/server/page/{path.name}" for path in (ROOT / "src/kvsift/server/page").iterdir()}

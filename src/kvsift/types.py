@@ -67,6 +67,10 @@ class LayerShape(NamedTuple):
         """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Soft-cap logits where the layer does."""
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
 
 class Chunk(NamedTuple):
     """New tokens of a batch in one layer, after RoPE. Row b holds ``lengths[b]`` real tokens, first ones first."""

@@ -54,7 +54,8 @@ def test_a_roll_back_undoes_audits_and_a_fork_has_its_own() -> None:
 def test_an_audited_step_is_exact_and_the_next_ones_search_wider() -> None:
     generator = torch.Generator().manual_seed(3)
     keys = torch.randn(1, 600, 16, generator=generator)
-    graph = GraphIndex.random(keys, degree=8, beam=10)  # finds little
+    links = torch.randint(600, (1, 600, 8), generator=generator, dtype=torch.int32)
+    graph = GraphIndex(links, links[:, :8, 0].contiguous(), [0], [10], {})  # finds little
     shape = LayerShape(layer=2, num_query_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
     method, state = (
         RetrievalAttention(index="graph", beam=10),

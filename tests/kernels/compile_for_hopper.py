@@ -12,7 +12,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.append import append_triton
-from kvsift.kernels.gated_linear import gated_linear_triton
 from kvsift.kernels.int4_weight import Int4Weight, expand_int4_triton
 from kvsift.kernels.linear import linear_triton
 from kvsift.kernels.page_summary import SUMMARIES
@@ -72,7 +71,7 @@ def launch_all(pdl: bool) -> None:
         for weight in (zeros(1000, 512), by_output, by_block, *int4):
             x = zeros(rows, 512)
             linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
-            gated_linear_triton(x, weight, norm=norm, pdl=pdl)
+            linear_triton(x, weight, norm=norm, gated=True, pdl=pdl)
     if not pdl:
         expand_triton(by_block, torch.bfloat16)
         expand_int4_triton(int4[1], torch.bfloat16)

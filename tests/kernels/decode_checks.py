@@ -11,8 +11,7 @@ from torch import Tensor
 from kvsift.kernels.page_attention import page_attention_reference, page_attention_triton
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.score_pages import score_pages_reference, score_pages_triton
-from kvsift.kernels.sifted_attention import sifted_attention_reference
-from kvsift.kernels.top_pages import visible_pages_triton
+from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
 
 FAINT = 1e-4  # of a row's largest score: pages that differ by less may be exchanged
 
@@ -37,7 +36,8 @@ def check_step(
     bent = {name: how.get(name) for name in ("softcap", "sink_logit")}
     if expected is None:
         expected = case.new_lists(shared, capacity)
-        sifted_attention_reference(*case[:4], *expected, **given, **bent)
+        scores = score_pages_reference(case.queries, case.summary, case.kv.table, case.spans, **given, shared=shared)
+        visible_pages_reference(scores, case.spans, expected[0].shape[2], out=expected)
     dispute = disputed(case, found, expected)
     exact = exact_attention(case.queries, case.kv, found, scale=case.scale, **bent)
     own = page_attention_reference(case.queries, case.kv, *found, scale=case.scale, **bent)

@@ -11,13 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvsift.kernels.gated_linear import (
-    _gate_kernel,
-    gate_triton,
-    gated_linear,
-    gated_linear_reference,
-    gated_linear_triton,
-)
+from kvsift.kernels.linear import _gate_kernel, gate_triton, linear, linear_reference, linear_triton
 from kvsift.kernels.skinny_product import Tiling, in_registers, on_tensor_cores
 
 SHORT = [dtype for dtype in DTYPES if dtype != torch.float32]  # float32 goes to torch
@@ -59,8 +53,8 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
 ) -> None:
     x, gate_up, norm = draw(rows, inter, num_in, dtype)
     how: dict[str, Any] = {"norm": norm if normed else None}
-    twin = gated_linear_triton(x, gate_up, tiling=tiling, **how)
-    exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
+    twin = linear_triton(x, gate_up, gated=True, tiling=tiling, **how)
+    exact, own = exactly(x, gate_up, how), linear_reference(x, gate_up, gated=True, **how)
     assert twin.dtype == dtype
     assert distance(twin, exact) <= 2 * distance(own, exact)
 
@@ -70,7 +64,7 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
 @pytest.mark.parametrize("inter", [40, 1500])  # less than a block, more
 def test_the_gate_of_a_finished_product_is_that_of_the_reference(inter: int, dtype: torch.dtype) -> None:
     x, gate_up, _ = draw(3, inter, 16, dtype)
-    exact, own = exactly(x, gate_up, {}), gated_linear_reference(x, gate_up)
+    exact, own = exactly(x, gate_up, {}), linear_reference(x, gate_up, gated=True)
     found = gate_triton(torch.nn.functional.linear(x, gate_up))
     assert found.dtype == dtype
     assert distance(found, exact) <= 2 * distance(own, exact)
@@ -106,12 +100,12 @@ def test_the_reference_is_the_first_half_of_transformers_mlp() -> None:
     x, gate_up, _ = draw(3, 32, 16, torch.bfloat16)
     mlp = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2)).to(DEVICE, torch.bfloat16)
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
-    assert torch.equal(mlp.down_proj(gated_linear_reference(x, gate_up)), mlp(x))
+    assert torch.equal(mlp.down_proj(linear_reference(x, gate_up, gated=True)), mlp(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_any_rows_and_dtype_are_answered(rows: int, dtype: torch.dtype) -> None:
     x, gate_up, norm = draw(rows, 24, 64, dtype)
-    own = gated_linear_reference(x, gate_up, norm=norm)
-    torch.testing.assert_close(gated_linear(x, gate_up, norm=norm), own, rtol=0.02, atol=0.05)
+    own = linear_reference(x, gate_up, norm=norm, gated=True)
+    torch.testing.assert_close(linear(x, gate_up, norm=norm, gated=True), own, rtol=0.02, atol=0.05)

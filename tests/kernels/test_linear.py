@@ -14,7 +14,6 @@ from kernels.conftest import DEVICE, DTYPES, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 
-from kvsift.kernels.gated_linear import gated_linear, gated_linear_reference, gated_linear_triton
 from kvsift.kernels.int4_weight import Int4Weight, expand_int4_reference
 from kvsift.kernels.linear import linear, linear_reference, linear_triton
 from kvsift.kernels.rms_norm import rms_norm_reference
@@ -136,7 +135,7 @@ def test_gates_are_multiplied_by_their_own_scales(
     if isinstance(weight, ScaledWeight):
         weight = weight.finer(gcd(weight.outs, inter))
     x, how = draw(rows, *weight.shape, dtype)
-    found, own = (run(x, weight, norm=how["norm"]) for run in (gated_linear_triton, gated_linear_reference))
+    found, own = (run(x, weight, norm=how["norm"], gated=True) for run in (linear_triton, linear_reference))
     gate, up = exactly(x, exact, {"norm": how["norm"]}).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     assert distance(found, expected) <= 2 * distance(own, expected)
@@ -171,8 +170,8 @@ def test_any_rows_and_dtype_are_answered(rows: int, kind: str, dtype: torch.dtyp
     weight, exact = weight_of(kind, 24, 64, dtype)
     x, how = draw(rows, 24, 64, dtype)
     check(linear(x, weight, **how), x, weight, exact, how)
-    gates = gated_linear(x, weight.finer(4) if kind == "block" else weight, norm=how["norm"])  # type: ignore[union-attr]
-    own = gated_linear_reference(x, weight, norm=how["norm"])
+    gates = linear(x, weight.finer(4) if kind == "block" else weight, norm=how["norm"], gated=True)  # type: ignore[union-attr]
+    own = linear_reference(x, weight, norm=how["norm"], gated=True)
     torch.testing.assert_close(gates, own, rtol=0.02, atol=0.05)
 
 

@@ -11,8 +11,8 @@ from kernels.paged_cases import distance
 from kernels.test_linear import BLOCK, check, draw, exactly, weight_of
 
 from kvsift.kernels.cuda_module import have_nvrtc
-from kvsift.kernels.gated_linear import gated_linear_reference
 from kvsift.kernels.int4_weight import Int4Weight
+from kvsift.kernels.linear import linear_reference
 from kvsift.kernels.scaled_weight import ScaledWeight
 from kvsift.kernels.streamed_linear import streamed_linear, streams
 
@@ -89,7 +89,9 @@ def test_gates_are_multiplied_by_their_own_scales(
     found = streamed_linear(x, weight, norm=how["norm"], gated=True)
     gate, up = exactly(x, exact, {"norm": how["norm"]}).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
-    assert distance(found, expected) <= 2 * distance(gated_linear_reference(x, weight, norm=how["norm"]), expected)
+    assert distance(found, expected) <= 2 * distance(
+        linear_reference(x, weight, norm=how["norm"], gated=True), expected
+    )
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])

@@ -50,7 +50,7 @@ def test_gate_and_up_are_multiplied(bias: bool, kind: type[nn.Linear]) -> None:
     layers, x, norm = linears(6, 6, bias=bias, kind=kind), torch.randn(3, 8), (torch.rand(8), 1e-6)
     normal = norm[0] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm[1])
     expected = nn.functional.silu(layers[0](normal)) * layers[1](normal)
-    assert torch.allclose(Projection.of(*layers).gated(x, norm), expected, atol=1e-6)
+    assert torch.allclose(Projection.of(*layers)(x, norm, gated=True), expected, atol=1e-6)
 
 
 def test_other_kinds_of_layers_are_called_as_they_are() -> None:

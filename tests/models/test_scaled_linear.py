@@ -96,7 +96,7 @@ def test_gate_and_up_are_multiplied(rows: int, bias: bool, kind: str) -> None:
     modules, x = layers(96, 96, kind=kind, bias=bias), torch.randn(rows, IN)
     normal = NORM[0] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM[1])
     expected = nn.functional.silu(modules[0](normal)) * modules[1](normal)
-    torch.testing.assert_close(Projection.of(*modules).gated(x, NORM), expected, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(Projection.of(*modules)(x, NORM, gated=True), expected, rtol=1e-4, atol=1e-2)
 
 
 def test_a_residual_is_added() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvsift import native
-from kvsift.kernels.gated_linear import gated_linear_reference
 from kvsift.kernels.linear import linear_reference
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.rotary import _rotate_reference
@@ -44,7 +43,7 @@ def test_products_are_as_near_to_float64_as_torchs(
     def reference(to: torch.dtype) -> torch.Tensor:
         wide = None if norm is None else (norm[0].to(to), norm[1])
         if how == "gated":
-            return gated_linear_reference(x.to(to), weight.to(to), norm=wide)
+            return linear_reference(x.to(to), weight.to(to), norm=wide, gated=True)
         added = [None if each is None else each.to(to) for each in (bias, residual)]
         return linear_reference(x.to(to), weight.to(to), added[0], norm=wide, residual=added[1])
 

@@ -24,6 +24,7 @@ from kvsift.errors import InputError, MissingPackage, NotEnoughMemory
 from kvsift.indexes.base import Index
 from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
+from kvsift.indexes.graph_build import NUM_ENTRIES
 from kvsift.methods.common.indexed_keys import IndexedSpan
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.fused_step import FusedStep
@@ -161,10 +162,19 @@ class SplitBench(Bench):
             index = IVFIndex.build(keys)
         else:
             beam = max(1, int(self.recipe.scanned * keys.shape[1] / DEGREE))  # each expanded key has DEGREE links
-            index = GraphIndex.random(keys, degree=DEGREE, beam=beam)
+            index = random_graph(keys, beam)
         for layer in cache.attentions:
             state = layer.state("decode", 0)
             state.spans = [IndexedSpan(index.fork(), candidates.first, candidates.stop, length, "shared by all layers")]
+
+
+def random_graph(keys: Tensor, beam: int) -> GraphIndex:
+    """Return a graph of random links, to time a walk; its recall is low."""
+    generator, n = torch.Generator().manual_seed(0), keys.shape[1]
+    neighbours = torch.randint(0, n, (len(keys), n, DEGREE), generator=generator, dtype=torch.int32)
+    entries = torch.randint(0, n, (len(keys), NUM_ENTRIES), generator=generator, dtype=torch.int32)
+    seconds = {"knn_seconds": 0.0, "build_seconds": 0.0}
+    return GraphIndex(neighbours, entries, [0] * len(keys), [beam] * len(keys), seconds)
 
 
 def fill(cache: SparseCache, model: Any, context: int) -> None:

@@ -61,6 +61,11 @@ class SearchCount:
     def mean(self) -> float:
         return self.keys / self.searches if self.searches else 0.0
 
+    def statistics(self, kind: str, rows: int, num_bytes: int, **seconds: float) -> dict[str, Any]:
+        """Return what every ``Index.statistics`` begins with."""
+        counted = {"searches": self.searches, "scanned": self.mean}
+        return {"kind": kind, "rows": rows, "bytes": num_bytes, **seconds, **counted}
+
 
 def check_search(queries: Tensor, keys: HeadRows, k: int) -> None:
     """Refuse a search that no index can answer.

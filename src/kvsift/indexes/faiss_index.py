@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from importlib import import_module
 from math import ceil, isqrt
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -62,15 +63,18 @@ class FaissIndex(ABC):
     def _parameters(self, k: int, selector: Any) -> Any:
         """faiss search parameters."""
 
-    def _build(self, keys: Tensor) -> None:
-        started = perf_counter()
-        self._rows = self._built = keys.shape[1]
-        if self._rows:
+    @classmethod
+    def build(cls, keys: Tensor, **knobs: int | None) -> Self:
+        """Build over keys [num_kv_heads, n, head_dim], with the arguments of the class."""
+        started, index = perf_counter(), cls(**knobs)
+        index._rows = index._built = keys.shape[1]
+        if index._rows:
             # a head per thread, without threads inside faiss, whose order of insertion, and results, would vary
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                self._heads = list(pool.map(self._one_head, keys))
-        self._bytes = sum(self._faiss.serialize_index(head).nbytes for head in self._heads)
-        self._build_seconds = perf_counter() - started
+                index._heads = list(pool.map(index._one_head, keys))
+        index._bytes = sum(index._faiss.serialize_index(head).nbytes for head in index._heads)
+        index._build_seconds = perf_counter() - started
+        return index
 
     def _one_head(self, rows: Tensor) -> Any:
         self._faiss.omp_set_num_threads(1)  # of this thread
@@ -101,23 +105,17 @@ class FaissIndex(ABC):
     def crop(self, length: int) -> None:
         self._rows = min(self._rows, length)
 
-    def _copy_to(self, copy: FaissIndex) -> None:
-        copy._heads, copy._built, copy._bytes = self._heads, self._built, self._bytes  # never changed once built
-        copy._rows, copy._build_seconds = self._rows, self._build_seconds
+    def fork(self) -> Self:
+        other = copy(self)  # what is built never changes
+        other._count = SearchCount()
+        return other
 
     @property
     def bytes_read(self) -> int:
         return self._count.bytes_read
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "rows": self._rows,
-            "bytes": self._bytes,
-            "build_seconds": self._build_seconds,
-            "searches": self._count.searches,
-            "scanned": self._count.mean,
-        }
+        return self._count.statistics(self.kind, self._rows, self._bytes, build_seconds=self._build_seconds)
 
 
 class HNSWIndex(FaissIndex):
@@ -136,18 +134,6 @@ class HNSWIndex(FaissIndex):
         if links < 2 or (beam is not None and beam < 1):
             raise InvalidValue(f"links={links} must be 2 or more, and beam={beam} 1 or more, or left out.")
         self.links, self.beam = links, beam
-
-    @classmethod
-    def build(cls, keys: Tensor, *, links: int = 32, beam: int | None = None) -> HNSWIndex:
-        """Build over keys [num_kv_heads, n, head_dim]."""
-        index = cls(links, beam)
-        index._build(keys)
-        return index
-
-    def fork(self) -> HNSWIndex:
-        copy = HNSWIndex(self.links, self.beam)
-        self._copy_to(copy)
-        return copy
 
     def _train(self, rows: Any) -> Any:
         index = self._faiss.IndexHNSWFlat(rows.shape[1], self.links, self._faiss.METRIC_INNER_PRODUCT)
@@ -175,18 +161,6 @@ class IVFIndex(FaissIndex):
         if (nlist is not None and nlist < 1) or (nprobe is not None and nprobe < 1):
             raise InvalidValue(f"nlist={nlist} and nprobe={nprobe} must be 1 or more clusters, or left out.")
         self.nlist, self.nprobe = nlist, nprobe
-
-    @classmethod
-    def build(cls, keys: Tensor, *, nlist: int | None = None, nprobe: int | None = None) -> IVFIndex:
-        """Build over keys [num_kv_heads, n, head_dim]."""
-        index = cls(nlist, nprobe)
-        index._build(keys)
-        return index
-
-    def fork(self) -> IVFIndex:
-        copy = IVFIndex(self.nlist, self.nprobe)
-        self._copy_to(copy)
-        return copy
 
     @property
     def num_lists(self) -> int:

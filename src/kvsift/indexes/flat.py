@@ -134,11 +134,5 @@ class FlatIndex:
         return self._count.bytes_read
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "kind": "flat" if self._coded is None else f"flat_{self.codes}",
-            "rows": self._rows,
-            "bytes": 0 if self._coded is None else self._coded.nbytes,
-            "build_seconds": self._build_seconds,
-            "searches": self._count.searches,
-            "scanned": self._count.mean,
-        }
+        kind, num_bytes = ("flat", 0) if self._coded is None else (f"flat_{self.codes}", self._coded.nbytes)
+        return self._count.statistics(kind, self._rows, num_bytes, build_seconds=self._build_seconds)

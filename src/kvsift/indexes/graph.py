@@ -19,7 +19,7 @@ from kvsift import native
 from kvsift.errors import InvalidTensor
 from kvsift.indexes.base import SearchCount, check_keys, check_search
 from kvsift.indexes.from_samples import sample_lists
-from kvsift.indexes.graph_build import NUM_ENTRIES, Per, build_graphs, check_form, check_per
+from kvsift.indexes.graph_build import Per, build_graphs, check_form, check_per
 from kvsift.indexes.samples import QuerySamples
 from kvsift.types import Rope
 
@@ -100,14 +100,6 @@ class GraphIndex:
         seconds = {"knn_seconds": knn_seconds, "build_seconds": time.perf_counter() - start}
         return cls(neighbours, entries, unseen, [BEAM if beam is None else beam] * keys.shape[0], seconds)
 
-    @classmethod
-    def random(cls, keys: Tensor, *, degree: int, beam: int, seed: int = 0) -> GraphIndex:
-        """Build a graph of random links, to time a walk; its recall is low."""
-        generator, n = torch.Generator().manual_seed(seed), keys.shape[1]
-        neighbours = torch.randint(0, n, (len(keys), n, degree), generator=generator, dtype=torch.int32)
-        entries = torch.randint(0, n, (len(keys), NUM_ENTRIES), generator=generator, dtype=torch.int32)
-        return cls(neighbours, entries, [0] * len(keys), [beam] * len(keys), {"knn_seconds": 0.0, "build_seconds": 0.0})
-
     def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Find keys with large inner products by a walk along the edges.
 
@@ -184,22 +176,12 @@ class GraphIndex:
         """
         core, (num_graphs, _, degree) = native.core, self.neighbours.shape
         unreachable = [
-            core.graph_unreachable(
-                self.neighbours[graph].data_ptr(),
-                self.rows,
-                degree,
-                self.entries[graph].data_ptr(),
-                self.entries.shape[1],
-            )
-            for graph in range(num_graphs)
+            core.graph_unreachable(near.data_ptr(), self.rows, degree, first.data_ptr(), len(first))
+            for near, first in zip(self.neighbours, self.entries)
         ]
+        num_bytes = 4 * (self.neighbours.numel() + self.entries.numel())
         return {
-            "kind": "graph",
-            "rows": self.rows,
-            "bytes": 4 * (self.neighbours.numel() + self.entries.numel()),
-            **self._seconds,
-            "searches": self.count.searches,
-            "scanned": self.count.mean,
+            **self.count.statistics("graph", self.rows, num_bytes, **self._seconds),
             "graphs": num_graphs,
             "degree": degree,
             "beam": self.widened,

@@ -22,6 +22,14 @@ def have_nvrtc() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
+def arguments(pointers: str, longs: str = "", ints: str = "", floats: str = "") -> type[ctypes.Structure]:
+    """Return the struct of a kernel's arguments: names of pointers, of integers of 64 and 32 bits, and of floats, in
+    the order of ``Arguments`` of the source."""
+    kinds = ((pointers, ctypes.c_void_p), (longs, ctypes.c_longlong), (ints, ctypes.c_int), (floats, ctypes.c_float))
+    fields = [(name, kind) for names, kind in kinds for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
 class Kernel:
     """A compiled kernel that takes one struct of arguments by value.
 

@@ -1,4 +1,5 @@
-"""A linear layer on a few rows, with the RMS norm before it and the residual after it in the same launch."""
+"""A linear layer on a few rows, with the RMS norm before it and the residual after it in the same launch; or gate and
+up projection, and their product gated by SiLU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
 from kvsift.kernels.scaled_weight import full_product
 from kvsift.kernels.skinny_product import Norm, Tiling, Weight, is_skinny, product_arguments, row_products
 from kvsift.kernels.streamed_linear import streamed_linear, streams
-from kvsift.kernels.triton_shim import jit_for_any, tl, triton
+from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
 
@@ -20,41 +21,49 @@ def linear(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    gated: bool = False,
     steady: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Compute ``residual + rms_norm(x) @ weight.T + bias``.
+    """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` the product ``silu(gate) * up`` of the
+    two halves of ``rms_norm(x) @ weight.T``; both, and SiLU, are rounded on the way.
 
     Args:
         x: [rows, in].
-        weight: [out, in], of the dtype of ``x``, scaled 8-bit floats, or codes of 4 bits.
+        weight: [out, in], of the dtype of ``x``, scaled 8-bit floats, or codes of 4 bits; of gate, then of up, if
+            ``gated``.
         bias: [out].
         norm: weight [in] and eps of an RMS norm of ``x``.
         residual: [rows, out].
+        gated: without bias and residual.
         steady: a row has the same bits whatever the number of rows (``Projection.keeps_bits``).
         pdl: launch while the previous kernel still runs (Hopper and later), and prefetch the weights at once.
 
     Returns:
-        [rows, out] in the dtype of ``x``.
+        [rows, out] in the dtype of ``x``; half as many if ``gated``.
     """
     if isinstance(weight, Tensor) and takes_product(x, weight, steady):
-        return product(x, weight, bias, norm=norm, residual=residual)
+        return product(x, weight, bias, norm=norm, residual=residual, gated=gated)
     if not steady and streams(x, weight):
-        return streamed_linear(x, weight, bias, norm=norm, residual=residual, pdl=pdl)  # type: ignore[arg-type]
+        return streamed_linear(x, weight, bias, norm=norm, residual=residual, gated=gated, pdl=pdl)  # type: ignore[arg-type]
     if is_skinny(x, weight):
-        return linear_triton(x, weight, bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
+        return linear_triton(x, weight, bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
     if norm is not None:
         x = rms_norm(x, *norm, pdl=pdl)
     y = full_product(x, weight, bias)
+    if gated:
+        return gate_triton(y) if runs_on_triton(y) else gate_reference(y)
     return y if residual is None else residual + y
 
 
 def linear_reference(
     x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     weight = weight if isinstance(weight, Tensor) else weight.expanded(x.dtype)
     y = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, weight, bias)
+    if gated:
+        return gate_reference(y)
     return y if residual is None else residual + y
 
 
@@ -65,14 +74,19 @@ def linear_triton(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    gated: bool = False,
     steady: bool = False,
     pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    num_out, arguments = weight.shape[0], product_arguments(x, weight, norm, tiling, steady, pdl)
+    arguments = product_arguments(x, weight, norm, tiling, steady, pdl)
+    num_out, grid = weight.shape[0] // (2 if gated else 1), (triton.cdiv(weight.shape[0], arguments["OUTS"]),)
     out = x.new_empty(x.shape[0], num_out)
-    residual_row = 0 if residual is None else residual.stride(0)
-    _linear_kernel[(triton.cdiv(num_out, arguments["OUTS"]),)](out, bias, residual, residual_row, num_out, **arguments)
+    if gated:
+        _gated_linear_kernel[grid](out, num_out, **arguments)
+    else:
+        residual_row = 0 if residual is None else residual.stride(0)
+        _linear_kernel[grid](out, bias, residual, residual_row, num_out, **arguments)
     return out
 
 
@@ -98,3 +112,56 @@ def _linear_kernel(
         residual = tl.load(residual_ptr + row * residual_row + outs[None, :], mask=inside, other=0.0)
         y = y.to(dtype).to(tl.float32) + residual.to(tl.float32)
     tl.store(out_ptr + row * num_out + outs[None, :], y.to(dtype), mask=inside)
+
+
+@jit_for_any("rows")
+def _gated_linear_kernel(
+    out_ptr, inter, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
+    EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # a gate and its up are adjacent in the tile, so that one loop streams both and one thread has both
+    pair = tl.arange(0, OUTS)
+    known = tl.minimum(tl.program_id(0) * (OUTS // 2) + pair // 2, inter - 1) + pair % 2 * inter
+    products = row_products(
+        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, known, ROWS,
+        OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
+    )  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be
+    y = gated(gate, up)
+    row, outs = tl.arange(0, ROWS)[:, None], tl.program_id(0) * (OUTS // 2) + tl.arange(0, OUTS // 2)
+    inside = (row < rows) & (outs < inter)[None, :]
+    tl.store(out_ptr + row * inter + outs[None, :], y.to(dtype), mask=inside)
+
+
+def gate_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def gate_triton(gate_up: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]."""
+    rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inter)
+    _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid has at most 65,535 programs
+        gate_up, out, inter, BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+@jit
+def gated(gate, up):
+    """Apply SiLU, which is rounded before the product, as in a separate module."""
+    wide = gate.to(tl.float32)
+    active = wide * tl.sigmoid(wide)
+    return active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@jit
+def _gate_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate_up_ptr += row * 2 * inter
+    gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
+    up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)
+    tl.store(out_ptr + row * inter + i, gated(gate, up).to(gate.dtype), mask=i < inter)

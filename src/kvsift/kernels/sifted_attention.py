@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
-from kvsift.kernels.page_attention import page_attention, page_attention_reference
+from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
+from kvsift.kernels.page_attention import page_attention
 from kvsift.kernels.page_summary import Kind, find_kind
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
-from kvsift.kernels.score_pages import score_pages, score_pages_reference
-from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
+from kvsift.kernels.score_pages import score_pages
+from kvsift.kernels.top_pages import visible_pages
 from kvsift.kernels.triton_shim import power_of_two
 
 PARTS = ("primitives", "common", "scores", "choice", "attention", "pages", "merge", "step")
@@ -98,21 +98,6 @@ def sifted_attention(
     )  # fmt: skip
 
 
-def sifted_attention_reference(
-    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
-    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
-    visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
-    ranked: int | None = None,
-) -> Tensor:  # fmt: skip
-    shared = pages.shape[1] == kv.num_kv_heads
-    scores = score_pages_reference(queries, summary, kv.table, spans, kind=kind, scale=scale, shared=shared)
-    visible_pages_reference(scores, spans, pages.shape[2], out=(pages, counts))
-    return page_attention_reference(
-        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible,
-        dense_below=dense_below, out=out,
-    )  # fmt: skip
-
-
 def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Tensor, kind: Kind) -> bool:
     """Return whether the single launch takes these shapes; the three kernels take the rest."""
     group, capacity = queries.shape[1] // kv.num_kv_heads, pages.shape[2]
@@ -133,21 +118,13 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
     return shapes and have_nvrtc()
 
 
-class _Arguments(ctypes.Structure):
-    """``Arguments`` of the source, field by field."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in (
-            "queries", "keys", "values", "table", "lengths", "summary", "spans", "pages", "counts", "out", "scores",
-            "maxima", "parts", "flags", "visible", "sink", "dense_below",
-        )]
-        + [(name, ctypes.c_longlong) for name in (
-            "summary_head", "summary_page", "key_head", "key_page", "key_token", "value_head", "value_page",
-            "value_token",
-        )]
-        + [(name, ctypes.c_int) for name in ("max_pages", "row_scores", "num_kv_heads", "members")]
-        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
-    )  # fmt: skip
+_SiftArguments = arguments(
+    "queries keys values table lengths summary spans pages counts out scores maxima parts flags visible sink "
+    "dense_below",
+    "summary_head summary_page key_head key_page key_token value_head value_page value_token",
+    "max_pages row_scores num_kv_heads members",
+    "scale softcap",
+)
 
 
 def sifted_attention_cuda(
@@ -169,10 +146,10 @@ def sifted_attention_cuda(
     sizes += [stride * kv.keys.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3]]
     numbers = (kv.table.shape[1], space.scores.shape[1], kv.num_kv_heads, space.parts.shape[1])
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    arguments = _Arguments(*pointers, *sizes, *numbers, scale, softcap or 0.0)
+    given = _SiftArguments(*pointers, *sizes, *numbers, scale, softcap or 0.0)
     most = (pages.shape[2], pages.shape[2] if ranked is None else ranked)
     kernel = _kernel(queries, kv, summary, most, kind, softcap is not None, sink_logit is not None)
-    kernel.launch(space.parts.shape[0] * space.parts.shape[1], arguments, early=early)
+    kernel.launch(space.parts.shape[0] * space.parts.shape[1], given, early=early)
     return out
 
 
@@ -188,7 +165,7 @@ def _kernel(
     assert features is not None
     defines: dict[str, int | str] = {
         "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size,
-        "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
+        "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_SiftArguments),
         "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1),
         "FP8": int(summary.element_size() == 1), "WARPS": WARPS, "STAGES": STAGES, "CAPACITY": capacity,
         "CAPPED": int(capped), "SINK": int(sink),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
+from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
 from kvsift.kernels.sketch import ERROR
 from kvsift.native.sketch_format import SketchLayout
@@ -119,21 +119,13 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
 
 
-class _SketchArguments(ctypes.Structure):
-    """``Arguments`` of the source, field by field."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in (
-            "queries", "keys", "values", "table", "lengths", "rows", "spans", "tokens", "counts", "out", "shares",
-            "bins", "coarse", "spill", "parts", "flags", "visible", "estimated", "sink", "dense_below",
-        )]
-        + [(name, ctypes.c_longlong) for name in (
-            "row_head", "row_page", "key_head", "key_page", "key_token", "value_head", "value_page", "value_token",
-            "spill_bytes",
-        )]
-        + [(name, ctypes.c_int) for name in ("max_pages", "num_kv_heads", "members", "own_subs")]
-        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
-    )  # fmt: skip
+_SketchArguments = arguments(
+    "queries keys values table lengths rows spans tokens counts out shares bins coarse spill parts flags visible "
+    "estimated sink dense_below",
+    "row_head row_page key_head key_page key_token value_head value_page value_token spill_bytes",
+    "max_pages num_kv_heads members own_subs",
+    "scale softcap",
+)
 
 
 def sketch_attention_cuda(
@@ -156,7 +148,7 @@ def sketch_attention_cuda(
     members, spill = space.parts.shape[1], space.spill.shape[2]
     numbers = (kv.table.shape[1], kv.num_kv_heads, members, _own_subs(kv, members))
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    arguments = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
+    given = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
     layout, spilled = SketchLayout(bits, kv.head_dim, kv.page_size), _spilled(kv, group, capacity, members)
     switches = {
         "HALF": queries.dtype == torch.float16, "KV8": kv.keys.element_size() == 1, "REST": rest, "SPILL": spilled,
@@ -164,7 +156,7 @@ def sketch_attention_cuda(
     }  # fmt: skip
     shared = _shared_bytes(kv, group, capacity, members, spilled=spilled)
     kernel = _kernel(layout, group, capacity, switches, shared, queries.device)
-    kernel.launch(space.parts.shape[0] * members, arguments, early=early)
+    kernel.launch(space.parts.shape[0] * members, given, early=early)
     return out
 
 

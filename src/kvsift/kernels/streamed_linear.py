@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
+from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 
@@ -24,17 +24,12 @@ OUTS, WARPS, STAGES = 16, 16, {8: 4, 4: 3}
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
 
 
-class _LinearArguments(ctypes.Structure):
-    """``Arguments`` of the source, field by field."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "weight", "scales", "zeros", "norm", "bias", "residual", "out")]
-        + [(name, ctypes.c_longlong) for name in ("x_row", "residual_row", "weight_row")]
-        + [(name, ctypes.c_int) for name in (
-            "rows", "num_in", "num_out", "gated", "scale_outs", "scale_row", "scale_steps", "tiles",
-        )]
-        + [("eps", ctypes.c_float)]
-    )  # fmt: skip
+_LinearArguments = arguments(
+    "x weight scales zeros norm bias residual out",
+    "x_row residual_row weight_row",
+    "rows num_in num_out gated scale_outs scale_row scale_steps tiles",
+    "eps",
+)
 
 
 def streams(x: Tensor, weight: object) -> bool:
@@ -69,7 +64,7 @@ def streamed_linear(
     gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` what ``gated_linear`` does.
+    """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` what ``linear`` does then.
 
     Args:
         x: [rows, in].
@@ -77,7 +72,7 @@ def streamed_linear(
         bias: [out].
         norm: weight [in] and eps of an RMS norm of ``x``.
         residual: [rows, out].
-        gated: see ``gated_linear``; without bias and residual.
+        gated: see ``linear``; without bias and residual.
         pdl: launch while the previous kernel still runs, and request weights at once.
 
     Returns:
@@ -92,7 +87,7 @@ def streamed_linear(
     out = x.new_empty(rows, num_out)
     norm_weight, eps = norm or (None, 0.0)
     tensors = (x, values, scales, zeros, norm_weight, bias, residual, out)
-    arguments = _LinearArguments(
+    given = _LinearArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
         scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps,
@@ -101,7 +96,7 @@ def streamed_linear(
     grid = _grid(weight, x)
     assert grid is not None
     blocks, shared_bytes = grid
-    kernel.launch(blocks, arguments, early=pdl, shared_bytes=shared_bytes)
+    kernel.launch(blocks, given, early=pdl, shared_bytes=shared_bytes)
     return out
 
 

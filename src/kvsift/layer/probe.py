@@ -37,10 +37,7 @@ def recall_and_recovery(weights: Tensor, visible: Tensor) -> tuple[float, float]
 def exact_shares(shape: LayerShape, queries: Tensor, keys: HeadRows) -> Tensor:
     """Exact attention of one query per head to each key, float32 [num_query_heads, num_keys]; arguments as above."""
     scores = native.all_scores if supports(queries[:, 0], keys) else twins.all_scores
-    logits = scores(queries[:, 0], keys) * shape.scale
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    return logits.softmax(-1)
+    return shape.capped(scores(queries[:, 0], keys) * shape.scale).softmax(-1)
 
 
 def visible_tokens(

@@ -109,10 +109,8 @@ class SparseAttention(LayerCache):
             rule = None
         elif rule is not None and rule.budget.min_recovery is not None:
             rule = self.guards.rule(row, start, rule, self.stats)
-        if exact == "learning":
-            part = self._verify(segment, row, tally)
-        elif rule is None or rule.is_dense(layer, start, segment.stop):
-            part = self._dense(segment, row, tally)
+        if rule is None or rule.is_dense(layer, start, segment.stop):
+            part = self._dense(segment, row, tally, learns=exact == "learning")
         else:
             part = self._sparse(row, segment, self._selector(row, rule, "decode", tally), None)
         self._states.follow(row, queries.shape[1], "decode", self.store, self.messages, self.stats)
@@ -154,20 +152,15 @@ class SparseAttention(LayerCache):
             parts += [self._sparse(row, piece, selector, chosen) for piece, chosen in pieces]
         return parts
 
-    def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:
+    def _dense(self, segment: Segment, row: int, tally: Tally, learns: bool = False) -> Part:
+        """Attend everything; ``learns``: the method of decode learns from it, if it drafts alone."""
         tally.add_dense(segment, self.store)
         if self.stats.observer is not None:
             self.stats.observer.after_segment(self.shape, row, segment, (0, 0), None)
-        return self.store.attend_all(row, segment)
-
-    def _verify(self, segment: Segment, row: int, tally: Tally) -> Part:
-        rule, store = self.plan.decode, self.store
-        if rule is None or not rule.traits.drafts_only or not store.reader(row).in_place:
-            return self._dense(segment, row, tally)
-        tally.add_dense(segment, store)
-        if self.stats.observer is not None:
-            self.stats.observer.after_segment(self.shape, row, segment, (0, 0), None)
-        part, shares = attend_verifying(self.shape, segment, store.reader(row))
+        rule = self.plan.decode if learns else None
+        if rule is None or not rule.traits.drafts_only or not (reader := self.store.reader(row)).in_place:
+            return self.store.attend_all(row, segment)
+        part, shares = attend_verifying(self.shape, segment, reader)
         rule.method.verified(self._states.of("decode", row), segment.queries, part, shares, segment.stop)
         return part
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidMethod
 from kvsift.kernels.page_summary import row_format
-from kvsift.methods.checks import whole
+from kvsift.methods import checks
 from kvsift.methods.segment_batch import SegmentRequests
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Objections, Part, Selection
@@ -38,6 +38,9 @@ class Method:
         (lambda rule: True,
          "{it.name} does not choose for all segments of a chunk at once; take quoka or critiprefill"),
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        checks.of_knobs(self)
 
     @property
     def traits(self) -> Traits:
@@ -170,10 +173,7 @@ class ChunkedMethod(Method):
         chunk: prefill queries that share a selection. 128 in the papers; larger chunks choose less often.
     """
 
-    chunk: int = 128
-
-    def __post_init__(self) -> None:
-        whole("chunk", self.chunk, 16)
+    chunk: int = checks.knob(128, 16)
 
     @property
     def segment_size(self) -> int:  # type: ignore[override]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from difflib import get_close_matches
+from functools import cache
+from inspect import get_annotations
 from math import inf
 from numbers import Integral, Real
 from os import PathLike
@@ -23,17 +25,17 @@ def of_declared_types(cls: type, settings: Mapping[str, object]) -> None:
         hints = get_type_hints(cls)
     except NameError:  # a name imported for type checkers alone: the types of the defaults are used
         hints = {}
-    for field in fields(cls):
-        if field.name not in settings:
+    for each in fields(cls):
+        if each.name not in settings:
             continue
-        value = settings[field.name]
-        kinds = list(_kinds(hints.get(field.name, Any if field.default is None else type(field.default))))
+        value = settings[each.name]
+        kinds = list(_kinds(hints.get(each.name, Any if each.default is None else type(each.default))))
         if any(_is_of(value, kind) for kind in kinds):
             continue
         near = get_close_matches(str(value), [kind for kind in kinds if isinstance(kind, str)], n=1)
-        default = str(field.default).lower() if isinstance(field.default, bool) else repr(field.default)
+        default = str(each.default).lower() if isinstance(each.default, bool) else repr(each.default)
         raise InvalidValue(
-            f"{field.name}={value!r} must be {_listed([KINDS.get(kind) or repr(kind) for kind in kinds])}; "
+            f"{each.name}={value!r} must be {_listed([KINDS.get(kind) or repr(kind) for kind in kinds])}; "
             + (f"did you mean {near[0]!r}?" if near else f"by default it is {default}.")
         )
 
@@ -63,10 +65,43 @@ def _listed(choices: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def knob(default: Any, least: int | None = None, most: int | None = None, *, also: Sequence[str] = (),
+         is_share: bool = False) -> Any:  # fmt: skip
+    """Declare a knob of a method whose values ``of_knobs`` checks: a word of its ``Literal``, a flag, a whole number
+    from ``least`` to ``most`` or a word of ``also``, or a share; None, if that is the default."""
+    return field(default=default, metadata={"limits": (least, most, also), "is_share": is_share})
+
+
+def of_knobs(method: Any) -> None:
+    """Check the knobs of a method that are declared by ``knob``."""
+    for each in fields(method):
+        value = getattr(method, each.name)
+        if "limits" not in each.metadata or (value is None and each.default is None):
+            continue
+        least, most, also = each.metadata["limits"]
+        if each.metadata["is_share"]:
+            share(each.name, value)
+        elif least is not None:
+            if value not in also:
+                whole(each.name, value, least, most, also)
+        elif isinstance(each.default, bool):
+            flag(each.name, value)
+        else:
+            one_of(each.name, value, *_words(type(method), each.name))  # type: ignore[arg-type]
+
+
+@cache
+def _words(cls: type, name: str) -> tuple[list[str], bool]:
+    """Words that a knob may be, and whether it may be left out, by its annotation in the class that declares it."""
+    owner = next(base for base in cls.__mro__ if name in get_annotations(base))
+    kinds = list(_kinds(get_type_hints(owner)[name]))
+    return [kind for kind in kinds if isinstance(kind, str)], NoneType in kinds
+
+
 def use_python_numbers(settings: object) -> None:
     """Turn numbers of other libraries, such as NumPy's, in the fields of a frozen dataclass into Python's."""
-    for field in fields(settings):  # type: ignore[arg-type]
-        object.__setattr__(settings, field.name, python_number(getattr(settings, field.name)))
+    for each in fields(settings):  # type: ignore[arg-type]
+        object.__setattr__(settings, each.name, python_number(getattr(settings, each.name)))
 
 
 def python_number(value: Any) -> Any:
@@ -99,16 +134,11 @@ def whole(name: str, value: object, least: int, most: int | None = None, also: S
     return number
 
 
-def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check one of a few words."""
-    if value not in choices:
-        raise InvalidValue(f"{name}={value!r} must be {_listed([repr(choice) for choice in choices])}.")
-
-
-def compat(value: object, *modes: str) -> None:
-    """Check the name of a compatibility mode, which may be left out."""
-    if value is not None and value not in modes:
-        raise InvalidValue(f"compat={value!r} must be {_listed([*map(repr, modes), 'left out'])}.")
+def one_of(name: str, value: object, choices: Sequence[str], or_none: bool = False) -> None:
+    """Check one of a few words, which may perhaps be left out."""
+    if value not in choices and not (or_none and value is None):
+        possible = [*map(repr, choices), *(["left out"] if or_none else [])]
+        raise InvalidValue(f"{name}={value!r} must be {_listed(possible)}.")
 
 
 def flag(name: str, value: object) -> None:

@@ -26,8 +26,8 @@ from kvsift.errors import InvalidValue, UnusedOption
 from kvsift.kernels.extremes import extremes
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.sketch import unpack_means
-from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.scoring import top_units
 from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.methods.traits import Traits
@@ -62,31 +62,23 @@ class CritiPrefill(Method):
     source: ClassVar[str] = "arXiv 2409.12490"
     not_in_batches = ((lambda rule: rule.method.rest, "rest estimates segment by segment; leave it out"),)
 
-    segment: int = 512
-    block: int = 32
-    page_size: int = 16
-    estimator: Estimator = "code"
-    fusion: bool = True
-    weight_current: float | None = None
-    scaled: bool = True
-    rest: bool = False
+    segment: int = knob(512, 16)
+    block: int = knob(32, 1)
+    page_size: int = knob(16, 1)
+    estimator: Estimator = knob("code")
+    fusion: bool = knob(True)
+    weight_current: float | None = knob(None, is_share=True)
+    scaled: bool = knob(True)
+    rest: bool = knob(False)
 
     def __post_init__(self) -> None:
-        checks.whole("segment", self.segment, 16)
-        checks.whole("block", self.block, 1)
-        checks.whole("page_size", self.page_size, 1)
-        checks.one_of("estimator", self.estimator, ("code", "paper", "bound"))
-        checks.flag("fusion", self.fusion)
-        checks.flag("scaled", self.scaled)
-        checks.flag("rest", self.rest)
+        super().__post_init__()
         if self.block % self.page_size:
             raise InvalidValue(
                 f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages."
             )
-        if self.weight_current is not None:
-            checks.share("weight_current", self.weight_current)
-            if not self.fusion:
-                raise UnusedOption(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
+        if self.weight_current is not None and not self.fusion:
+            raise UnusedOption(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
 
     @property
     def segment_size(self) -> int:  # type: ignore[override]
@@ -155,9 +147,7 @@ class CritiPrefill(Method):
         means = unpack_means(rows, SketchLayout(1, shape.head_dim, self.page_size))
         keys, values = (mean.unflatten(1, (-1, per_block)).mean(2) for mean in means)  # [num_kv_heads, count, head_dim]
         rotated = (queries.float() * shape.scale) @ random_rotation(shape.head_dim, queries.device)
-        logits = rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        logits = shape.capped(rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT)
         seen = torch.zeros(logits.shape[0], candidates.count, dtype=torch.bool, device=logits.device)
         seen.scatter_(1, chosen.units - candidates.first, True)
         logits = logits.masked_fill(seen[:, None, None], -torch.inf) + log(self.block)

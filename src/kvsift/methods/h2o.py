@@ -25,9 +25,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.traits import Traits
@@ -127,13 +128,11 @@ class H2O(DroppingMethod):
     traits: ClassVar[Traits] = DroppingMethod.traits._replace(compares_heads=True)
     source: ClassVar[str] = "arXiv 2306.14048"
 
-    mode: Mode = "online"
-    recent: float = 0.5
+    mode: Mode = knob("online")
+    recent: float = knob(0.5, is_share=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.one_of("mode", self.mode, ("online", "oneshot", "decode_only"))
-        checks.share("recent", self.recent)
         if self.mode == "decode_only":
             self._imply(phases=("decode",))
 
@@ -157,7 +156,7 @@ class H2O(DroppingMethod):
             keys = keys_of(reader, left, start, state.drops.ragged)
             is_token = left.unsqueeze(1).to(keys.device) >= 0 if state.drops.ragged else None
             return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys, is_token)).to(left.device)
-        scores = torch.nn.functional.pad(state.sums.scores, (0, max(start - state.sums.scores.shape[1], 0)))
+        scores = pad(state.sums.scores, (0, max(start - state.sums.scores.shape[1], 0)))
         worth = scores.gather(1, state.drops.index(left).to(scores.device)).to(left.device)
         return worth if self.mode != "oneshot" else _generated_last(state, left, worth)
 
@@ -210,13 +209,10 @@ def by_kv_head(shape: LayerShape, weights: Tensor) -> Tensor:
 
 def _room(scores: Tensor | None, shape: LayerShape, like: Tensor, stop: int) -> Tensor:
     """Scores with room for the tokens before ``stop``."""
-    capacity = 0 if scores is None else scores.shape[1]
-    if scores is not None and stop <= capacity:
-        return scores
-    grown = torch.zeros(shape.num_kv_heads, max(stop, capacity * 5 // 4), dtype=torch.float32, device=like.device)
-    if scores is not None:
-        grown[:, :capacity] = scores
-    return grown
+    if scores is None:
+        return torch.zeros(shape.num_kv_heads, stop, dtype=torch.float32, device=like.device)
+    capacity = scores.shape[1]
+    return scores if stop <= capacity else pad(scores, (0, max(stop, capacity * 5 // 4) - capacity))
 
 
 def _generated_last(state: HeavyState, left: Tensor, worth: Tensor) -> Tensor:

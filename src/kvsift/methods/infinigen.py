@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidValue
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common import calibration
 from kvsift.methods.common.token_rows import TokenRows
 from kvsift.methods.loki import along
@@ -103,18 +103,16 @@ class InfiniGen(ScoringMethod):
     source: ClassVar[str] = "arXiv 2406.19707"
 
     alpha: float = 5.0
-    partial: float = 0.2
+    partial: float = knob(0.2, is_share=True)
     calibration: str | None = None
-    compat: Literal["code"] | None = None
+    compat: Literal["code"] | None = knob(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not self.alpha > 0:
             raise InvalidValue(f"alpha={self.alpha!r} must be a number greater than 0; 5 for Llama, 4 for OPT.")
-        checks.share("partial", self.partial)
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)
-        checks.compat(self.compat, "code")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

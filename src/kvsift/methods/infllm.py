@@ -32,6 +32,7 @@ from kvsift.errors import InvalidValue
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.local_scores import LocalScores
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
@@ -58,19 +59,16 @@ class InfLLM(ChunkedMethod):
     source: ClassVar[str] = "arXiv 2402.04617"
 
     chunk: int = 512
-    block: int = 128
+    block: int = knob(128, 1)
     representatives: int = 4
     local: int = 4096
-    positions: Literal["remapped", "absolute"] = "remapped"
-    compat: Literal["code", "paper"] = "code"
+    positions: Literal["remapped", "absolute"] = knob("remapped")
+    compat: Literal["code", "paper"] = knob("code")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole("block", self.block, 1)
         checks.whole("representatives", self.representatives, 1, self.block)
         checks.whole("local", self.local, self.chunk)
-        checks.one_of("positions", self.positions, ("remapped", "absolute"))
-        checks.one_of("compat", self.compat, ("code", "paper"))
         if self.chunk % self.block:
             raise InvalidValue(f"chunk={self.chunk} must be a multiple of block={self.block}.")
 

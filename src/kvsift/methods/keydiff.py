@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of, select_remaining
 from kvsift.methods.common.dropping import dropped_report
 from kvsift.methods.common.token_rows import SMALLEST_NORM, KeyNorms, inverse_norms
@@ -38,11 +38,7 @@ class KeyDiff(ChunkedMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2504.15364"
 
-    evict: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.flag("evict", self.evict)
+    evict: bool = knob(False)
 
     def new_state(self, shape: LayerShape) -> KeyNorms | DroppedTokens:
         return DroppedTokens(shape.num_kv_heads) if self.evict else KeyNorms()

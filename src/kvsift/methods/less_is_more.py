@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import Conflict, InvalidValue
-from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
+from kvsift.methods.checks import knob
 from kvsift.methods.common.anchors import AnchoredMethod, Reuse, from_anchor
 from kvsift.methods.common.softmax_share import mean_shares
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -45,22 +45,17 @@ class LessIsMore(AnchoredMethod, ChunkedMethod):
     source: ClassVar[str] = "arXiv 2508.07101"
     published: ClassVar[int] = 12  # the correction layer of 32
 
-    correction: int | Literal["auto", "none"] = "auto"
-    recent_fraction: float = 0.25
-    full_choice: bool = True
+    correction: int | Literal["auto", "none"] = knob("auto", 0, also=("auto", "none"))
+    recent_fraction: float = knob(0.25, is_share=True)
+    full_choice: bool = knob(True)
 
     def __post_init__(self) -> None:
-        AnchoredMethod.__post_init__(self)
-        ChunkedMethod.__post_init__(self)
+        super().__post_init__()
         if self.anchors is not None and self.correction != "auto":
             raise Conflict(
                 f"anchors={self.anchors!r} says which layers select, and so does correction={self.correction!r}. Leave "
                 "one of them out."
             )
-        if self.correction not in ("auto", "none"):
-            checks.whole("correction", self.correction, 0, also=("auto", "none"))
-        checks.share("recent_fraction", self.recent_fraction)
-        checks.flag("full_choice", self.full_choice)
 
     def select(
         self, state: Reuse | None, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,

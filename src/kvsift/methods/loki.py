@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import UnusedOption
-from kvsift.methods import checks
 from kvsift.methods.base import Phase, seen_by_all
+from kvsift.methods.checks import knob
 from kvsift.methods.common import calibration
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
 from kvsift.methods.common.token_rows import TokenRows
@@ -70,14 +70,12 @@ class Loki(ShareMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2406.02542"
 
-    rank: int = 32
+    rank: int = knob(32, 1)
     calibration: str | None = None
-    axes: Literal["after_rope", "before_rope"] = "after_rope"
+    axes: Literal["after_rope", "before_rope"] = knob("after_rope")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole("rank", self.rank, 1)
-        checks.one_of("axes", self.axes, ("after_rope", "before_rope"))
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)
         elif self.axes != "after_rope":

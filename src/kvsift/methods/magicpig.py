@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Method
+from kvsift.methods.checks import knob
 from kvsift.methods.common.token_rows import SettledRows
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
@@ -78,14 +78,9 @@ class MagicPIG(Method):
     source: ClassVar[str] = "arXiv 2410.16179"
     traits: ClassVar[Traits] = Traits(no_mass="estimates the shares of its sample alone")
 
-    bits: int = 10
-    tables: int = 150
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks.whole("bits", self.bits, 1, 15)
-        checks.whole("tables", self.tables, 2)
-        checks.whole("seed", self.seed, 0)
+    bits: int = knob(10, 1, 15)
+    tables: int = knob(150, 2)
+    seed: int = knob(0, 0)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

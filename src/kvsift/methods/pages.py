@@ -12,6 +12,7 @@ from kvsift import native
 from kvsift.errors import Conflict, UnusedOption, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
 from kvsift.methods.scoring import RANKS, ScoringMethod, own_ranking, top_units
 from kvsift.methods.traits import Traits
@@ -38,11 +39,7 @@ class PagedMethod(ScoringMethod):
          "rows of {it.method.summaries[0]} do not hold one or two numbers per channel; the kernels score those"),
     )  # fmt: skip
 
-    page_size: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("page_size", self.page_size, 1)
+    page_size: int = knob(16, 1)
 
     @property
     def traits(self) -> Traits:
@@ -103,7 +100,7 @@ class SummaryMethod(PagedMethod):
 
     score_by: str = "minmax"
     prefilter: float = 0
-    block_pages: int = BLOCK_PAGES
+    block_pages: int = knob(BLOCK_PAGES, 2)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +117,6 @@ class SummaryMethod(PagedMethod):
                 f"prefilter={factor} needs summaries that merge into those of larger blocks: {able}. Leave out "
                 f"score_by={self.score_by}, or prefilter."
             )
-        checks.whole("block_pages", pages, 2)
         if pages != BLOCK_PAGES and not factor:
             raise UnusedOption(f"block_pages={pages} means nothing without prefilter; add for instance prefilter=8.")
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common.token_rows import SettledRows
 from kvsift.methods.scoring import ScoringMethod, top_units
 from kvsift.methods.traits import Traits
@@ -49,17 +49,10 @@ class PQCache(ScoringMethod):
     source: ClassVar[str] = "arXiv 2407.12820"
     traits: ClassVar[Traits] = Traits(estimates_mass=True, compares_heads=True)
 
-    parts: int = 2
-    bits: int = 6
-    iterations: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("parts", self.parts, 1)
-        checks.whole("bits", self.bits, 1, 8)
-        checks.whole("iterations", self.iterations, 0)
-        checks.whole("seed", self.seed, 0)
+    parts: int = knob(2, 1)
+    bits: int = knob(6, 1, 8)
+    iterations: int = knob(10, 0)
+    seed: int = knob(0, 0)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
@@ -90,9 +83,7 @@ class PQCache(ScoringMethod):
     ) -> Selection:  # fmt: skip
         if limit.always_lse is not None:  # the limit depends on shares
             return super().select(state, shape, queries, start, candidates, limit, reader)
-        logits = self.score(state, shape, queries, start, candidates, reader)
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        logits = shape.capped(self.score(state, shape, queries, start, candidates, reader))
         shares = logits.softmax(-1).sum(1).unflatten(0, (self.num_selections(shape), -1)).sum(1)
         return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvsift.errors import Conflict
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.pages import SummaryMethod
 
 
@@ -29,13 +29,12 @@ class Quest(SummaryMethod):
             incomplete page is always attended and counts. Both without sinks or window.
     """
 
-    compat: Literal["paper", "code"] | None = None
+    compat: Literal["paper", "code"] | None = knob(None)
 
     source: ClassVar[str] = "arXiv 2406.10774"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.compat(self.compat, "paper", "code")
         if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax" or self.prefilter):
             raise Conflict(
                 f"compat={self.compat!r} means heads='query' and score_by='minmax' without prefilter; leave those "

@@ -28,6 +28,7 @@ from kvsift.kernels.probe_scores import probe_scores
 from kvsift.kernels.unlikeness import unlikeness
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.blocks import pages_in, whole_blocks
 from kvsift.methods.common.token_rows import KeyNorms
 from kvsift.methods.scoring import top_units
@@ -62,21 +63,16 @@ class QuoKA(ChunkedMethod):
     source: ClassVar[str] = "arXiv 2602.08722"
     not_in_batches = ((lambda rule: rule.method.prefilter, "prefilter ranks pages segment by segment; leave it out"),)
 
-    queries: int = 16
-    mode: Mode = "shared"
-    score: Score = "cosine"
-    reduce: Reduce = "max"
+    queries: int = knob(16, 1)
+    mode: Mode = knob("shared")
+    score: Score = knob("cosine")
+    reduce: Reduce = knob("max")
     prefilter: float = 0
-    page_size: int = PAGE_SIZE
+    page_size: int = knob(PAGE_SIZE, 1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole("queries", self.queries, 1)
-        checks.one_of("mode", self.mode, ("shared", "paired_sorted", "max_of_mean_exact"))
-        checks.one_of("score", self.score, ("cosine", "dot"))
-        checks.one_of("reduce", self.reduce, ("max", "mean"))
         checks.prefilter(self.prefilter, "token")
-        checks.whole("page_size", self.page_size, 1)
         if self.page_size != PAGE_SIZE and not self.prefilter:
             raise UnusedOption(
                 f"page_size={self.page_size} means nothing without prefilter; add for instance prefilter=8."

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape
@@ -26,11 +26,7 @@ class Random(PagedMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     traits: ClassVar[Traits] = Traits(granularity="page")
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("seed", self.seed, 0)
+    seed: int = knob(0, 0)
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader

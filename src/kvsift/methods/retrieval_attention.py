@@ -35,8 +35,8 @@ from kvsift.indexes.flat import FlatIndex, exact_search
 from kvsift.indexes.from_samples import DECODE_POSITIONS, LEAST_SAMPLES, lists_for, why_no_graph
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.samples import BlockRecorder, QueryRecorder, QuerySamples
-from kvsift.methods import checks
 from kvsift.methods.base import Method
+from kvsift.methods.checks import knob
 from kvsift.methods.common.indexed_keys import IndexedBlocks, IndexedKeys, IndexedSpan
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -77,32 +77,23 @@ class RetrievalAttention(Method):
 
     source: ClassVar[str] = "arXiv 2409.10516"
 
-    index: Literal["auto", "graph", "flat", "flat_int8", "ivf", "hnsw"] = "auto"
-    heads: Literal["query", "kv"] = "query"
-    per: Literal["kv_head", "query_head"] = "kv_head"
-    block: int = 0
-    samples: int = 8192
-    degree: int = 32
-    beam: int | None = None
-    audit: int = 64
-    compat: Literal["paper"] | None = None
+    index: Literal["auto", "graph", "flat", "flat_int8", "ivf", "hnsw"] = knob("auto")
+    heads: Literal["query", "kv"] = knob("query")
+    per: Literal["kv_head", "query_head"] = knob("kv_head")
+    block: int = knob(0, 0)
+    samples: int = knob(8192, 2)
+    degree: int = knob(32, 4)
+    beam: int | None = knob(None, 1)
+    audit: int = knob(64, 0)
+    compat: Literal["paper"] | None = knob(None)
 
     def __post_init__(self) -> None:
-        checks.one_of("index", self.index, ("auto", "graph", "flat", "flat_int8", "ivf", "hnsw"))
-        checks.one_of("heads", self.heads, ("query", "kv"))
-        checks.one_of("per", self.per, ("kv_head", "query_head"))
-        checks.whole("block", self.block, 0)
+        super().__post_init__()
         if 0 < self.block < LEAST_SAMPLES:
             raise InvalidValue(
                 f"block={self.block} must be {LEAST_SAMPLES} tokens or more, as a graph is built from as many queries; "
                 "0 is one index over the prompt."
             )
-        checks.whole("samples", self.samples, 2)
-        checks.whole("degree", self.degree, 4)
-        if self.beam is not None:
-            checks.whole("beam", self.beam, 1)
-        checks.whole("audit", self.audit, 0)
-        checks.compat(self.compat, "paper")
         if self.compat is not None:
             if self.index not in ("auto", "graph") or self.heads != "query":
                 raise Conflict(

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.softmax_share import ShareMethod
 from kvsift.types import KVReader, LayerShape
 
@@ -36,13 +36,11 @@ class SampleAttention(ShareMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
     source: ClassVar[str] = "arXiv 2406.15486"
 
-    queries: int = 16
-    compat: Literal["paper"] | None = None
+    queries: int = knob(16, 1)
+    compat: Literal["paper"] | None = knob(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole("queries", self.queries, 1)
-        checks.compat(self.compat, "paper")
         if self.compat is not None:
             self._imply(heads="query", queries=ceil(PAPER_SHARE * self.chunk))
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InvalidMethod, InvalidValue
+from kvsift.errors import InvalidMethod
 from kvsift.methods.base import Method
+from kvsift.methods.checks import knob
 from kvsift.methods.common.head_budgets import head_counts
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -31,16 +32,12 @@ class ScoringMethod(Method):
             "auto": shared when the model has grouped queries.
     """
 
-    heads: HeadSharing = "auto"
+    heads: HeadSharing = knob("auto")
 
     @property
     def traits(self) -> Traits:
         """A method with a ``select`` of its own states whether it compares heads."""
         return RANKS if type(self).select is ScoringMethod.select else SCORES
-
-    def __post_init__(self) -> None:
-        if self.heads not in ("auto", "query", "kv"):
-            raise InvalidValue(f"heads={self.heads!r} must be 'auto', 'query' or 'kv'.")
 
     def num_selections(self, shape: LayerShape) -> int:
         """Selections per segment: one per query head, or one per KV head for its group."""
@@ -66,9 +63,7 @@ class ScoringMethod(Method):
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None
         if limit.always_lse is not None:
-            if shape.softcap is not None:
-                scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            best, always = _shares(scores, limit.always_lse, num_heads, candidates.unit_size)
+            best, always = _shares(shape.capped(scores), limit.always_lse, num_heads, candidates.unit_size)
             keep = units_per_head(best, always, limit)
         return chosen_units(best, keep, limit, candidates)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, own_ranking, units_per_head
 from kvsift.methods.traits import Traits
@@ -54,16 +54,9 @@ class Sketch(AnchoredMethod, ScoringMethod):
          "heads=query gives every query head tokens of its own; the kernels choose them for each KV head"),
     )  # fmt: skip
 
-    bits: Literal[1, 2] = 1
-    page_size: int = 16
-    rest: bool = True
-
-    def __post_init__(self) -> None:
-        AnchoredMethod.__post_init__(self)
-        ScoringMethod.__post_init__(self)
-        checks.whole("bits", self.bits, 1, 2)
-        checks.whole("page_size", self.page_size, 1)
-        checks.flag("rest", self.rest)
+    bits: Literal[1, 2] = knob(1, 1, 2)
+    page_size: int = knob(16, 1)
+    rest: bool = knob(True)
 
     @cached_property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvsift.errors import Conflict, InvalidValue
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.traits import Traits
@@ -72,19 +72,14 @@ class SnapKV(DroppingMethod):
     traits: ClassVar[Traits] = DroppingMethod.traits._replace(compares_heads=True)
     source: ClassVar[str] = "arXiv 2404.14469"
 
-    queries: int = 64
-    kernel: int = 5
-    pooling: Literal["avg", "max"] = "avg"
-    heads: Literal["kv", "query"] = "kv"
-    compat: Literal["paper", "code"] | None = None
+    queries: int = knob(64, 1)
+    kernel: int = knob(5, 1)
+    pooling: Literal["avg", "max"] = knob("avg")
+    heads: Literal["kv", "query"] = knob("kv")
+    compat: Literal["paper", "code"] | None = knob(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole("queries", self.queries, 1)
-        checks.whole("kernel", self.kernel, 1)
-        checks.one_of("pooling", self.pooling, ("avg", "max"))
-        checks.one_of("heads", self.heads, ("kv", "query"))
-        checks.compat(self.compat, "paper", "code")
         if self.kernel % 2 == 0:
             raise InvalidValue(f"kernel={self.kernel} has no middle; give an odd number such as {self.kernel + 1}.")
         if self.compat is not None:

@@ -16,15 +16,17 @@ criterion of a single query is applied to a chunk, as in the tables of QuoKA, wi
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
+from kvsift.methods.common.token_rows import TokenRows
 from kvsift.methods.scoring import chosen_units, top_units, units_per_head
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
@@ -65,17 +67,10 @@ class SparQ(ShareMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2312.04985"
 
-    channels: int = 32
-    mean_value: bool = True
-    second_copy: bool = False
-    compat: Literal["paper", "code"] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole("channels", self.channels, 1)
-        checks.flag("mean_value", self.mean_value)
-        checks.flag("second_copy", self.second_copy)
-        checks.compat(self.compat, "paper", "code")
+    channels: int = knob(32, 1)
+    mean_value: bool = knob(True)
+    second_copy: bool = knob(False)
+    compat: Literal["paper", "code"] | None = knob(None)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
@@ -114,7 +109,7 @@ class SparQ(ShareMethod):
         if queries.shape[1] > 1 or not self.second_copy:
             return super().shares(state, shape, queries, start, reader)
         kept = kept_channels(shape, queries, self.channels)
-        rows = state.channels.read(reader, start + 1, kept)  # [num_kv_heads, number of kept, num_tokens]
+        rows = state.channels.of_channels(reader, start + 1, kept)  # [num_kv_heads, number of kept, num_tokens]
         surrogates = self.stand_ins(state, shape, queries, start, reader)
         of_heads = kept.repeat_interleave(shape.group_size, 0).unsqueeze(1)
         return mean_shares(shape, surrogates.gather(2, of_heads), rows.mT)
@@ -172,40 +167,16 @@ class ValueMean:
             self.sums = self.sums[:, : length // BLOCK + 1]
 
 
-class ChannelRows:
-    """Keys of one sequence in one layer by channel, copied when they are read, in a buffer that grows."""
+class ChannelRows(TokenRows):
+    """Keys of one sequence in one layer by channel, [num_kv_heads, head_dim, capacity], copied when they are read."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._buffer: Tensor | None = None  # [num_kv_heads, head_dim, capacity], in the dtype of the keys
+    at_once = sys.maxsize  # a copy needs no temporary memory
+    axis = 2
 
-    @torch.inference_mode()  # the buffer outlives the caller's inference mode
-    def read(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
+    def of_channels(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
         """Chosen channels of the first ``stop`` keys, [num_kv_heads, count, stop].
 
         channels int64 [num_kv_heads, count].
         """
-        if self.length < stop:
-            self._append(reader.keys(self.length, stop))
-        assert self._buffer is not None
-        chosen = [rows[own, :stop] for rows, own in zip(self._buffer, channels)]
-        return reader.counted(torch.stack(chosen))
-
-    def _append(self, keys: Tensor) -> None:
-        stop = self.length + keys.shape[1]
-        if self._buffer is None or self._buffer.shape[2] < stop:
-            buffer = keys.new_empty(keys.shape[0], keys.shape[2], max(stop, 2 * self.length))
-            if self._buffer is not None:
-                buffer[..., : self.length] = self._buffer[..., : self.length]
-            self._buffer = buffer
-        self._buffer[..., self.length : stop] = keys.mT
-        self.length = stop
-
-    def fork(self) -> ChannelRows:
-        copy = ChannelRows()
-        if self._buffer is not None:
-            copy.length, copy._buffer = self.length, self._buffer[..., : self.length].clone()  # both append to it
-        return copy
-
-    def crop(self, length: int) -> None:
-        self.length = min(self.length, length)
+        keys = self.filled(reader, stop, lambda keys: keys.mT)
+        return reader.counted(torch.stack([rows[own, :stop] for rows, own in zip(keys, channels)]))

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.traits import Traits
 from kvsift.types import Moved
 
@@ -36,12 +36,8 @@ class StreamingLLM(Method):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2309.17453"
 
-    positions: Literal["absolute", "cache"] = "absolute"
-    evict: bool = False
-
-    def __post_init__(self) -> None:
-        checks.flag("evict", self.evict)
-        checks.one_of("positions", self.positions, ("absolute", "cache"))
+    positions: Literal["absolute", "cache"] = knob("absolute")
+    evict: bool = knob(False)
 
     @property
     def traits(self) -> Traits:

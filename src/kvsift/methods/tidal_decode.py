@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvsift.methods.checks import knob
 from kvsift.methods.less_is_more import LessIsMore
 from kvsift.methods.scoring import ScoringMethod
 from kvsift.methods.traits import Traits
@@ -31,11 +32,7 @@ class TidalDecode(LessIsMore, ScoringMethod):
     source: ClassVar[str] = "arXiv 2410.05076"
     published: ClassVar[int] = 13
 
-    recent_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        LessIsMore.__post_init__(self)
-        ScoringMethod.__post_init__(self)
+    recent_fraction: float = knob(0.0, is_share=True)
 
     def ranking(self, shape: LayerShape, shares: Tensor, k: int) -> Tensor:
         by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)

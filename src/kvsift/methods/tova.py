@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvsift.methods import checks
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.types import KVReader, LayerShape
@@ -38,11 +38,7 @@ class TOVA(DroppingMethod):
 
     source: ClassVar[str] = "arXiv 2401.06104"
 
-    compat: Literal["paper", "code"] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.compat(self.compat, "paper", "code")
+    compat: Literal["paper", "code"] | None = knob(None)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class FusedModel:
                 attended = cache.layers[index].attend_fused(*parts, decode_tokens)
                 outputs.append(attended[0].transpose(0, 1).flatten(1))
             x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-            x = layer.down.add_to(x, layer.gate_up.gated(x, layer.before_mlp))
+            x = layer.down.add_to(x, layer.gate_up(x, layer.before_mlp, gated=True))
             if pause is not None and pause() and not tokens.is_cuda:
                 yield_to_others(len(tokens))  # the others may have chosen another number of threads
         if all_logits:

@@ -138,7 +138,7 @@ class FusedStep:
             heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
             behind_one = self.pdl and mode != "mixed"  # kernel, and not two
             x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
-            heads = layer.gate_up.gated(x, layer.before_mlp, steady=steady, pdl=self.pdl)
+            heads = layer.gate_up(x, layer.before_mlp, steady=steady, pdl=self.pdl, gated=True)
             x = layer.down(heads, residual=x, steady=steady, pdl=self.pdl)
         written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
         append_sketches(written, batch.space, filled=batch.block > 1)

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from kvsift.kernels.gated_linear import gated_linear
 from kvsift.kernels.int4_weight import CENTRE, Int4Weight
 from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
@@ -85,15 +84,19 @@ class Projection:
 
     def __call__(
         self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, steady: bool = False,
-        pdl: bool = False,
+        pdl: bool = False, gated: bool = False,
     ) -> Tensor:  # fmt: skip
-        """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
+        """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]; or with ``gated``
+        ``silu(gate) * up`` of the two modules, [rows, inter]."""
+        if gated and (self.bias is not None or (self.weight is None and not self.parts)):
+            gate, up = self(x, norm, steady=steady).chunk(2, -1)
+            return nn.functional.silu(gate) * up
         if self.parts:
-            return packed_product(x, self.parts, self.bias, norm=norm, residual=residual)
+            return packed_product(x, self.parts, self.bias, norm=norm, residual=residual, gated=gated)
         if isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
-            return product(x, self.weight, self.bias, norm=norm, residual=residual)
+            return product(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated)
         if self.weight is not None:
-            return linear(x, self.weight, self.bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
+            return linear(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
         x = x if norm is None else rms_norm(x, *norm)
         outputs = [module(x) for module in self.modules]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -105,17 +108,6 @@ class Projection:
         if not isinstance(weight, Tensor) or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
             return self(x, residual=residual)
         return residual.addmm_(x, weight.t())
-
-    def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
-        """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
-        if self.bias is None and self.parts:
-            return packed_product(x, self.parts, norm=norm, gated=True)
-        if self.weight is not None and self.bias is None:
-            if isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
-                return product(x, self.weight, norm=norm, gated=True)
-            return gated_linear(x, self.weight, norm=norm, steady=steady, pdl=pdl)
-        gate, up = self(x, norm, steady=steady).chunk(2, -1)
-        return nn.functional.silu(gate) * up
 
 
 def _joined_scaled(modules: Sequence[ScaledLinear]) -> ScaledWeight:

@@ -7,35 +7,8 @@
 from kvsift.native.attention import attend_dense, attend_units, merge_estimate, takes_estimate
 from kvsift.native.codes import Codes
 from kvsift.native.loader import available, core, level, levels, num_threads, use_level, why_missing
-from kvsift.native.memory import advise_huge, bandwidth
+from kvsift.native.memory import advise_huge
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import all_scores, scan, scan_codes
 from kvsift.native.shapes import PooledRows
 from kvsift.native.sketch import choose_sketched, sketch_rows, sketches_fit, takes_tokens
-
-__all__ = [
-    "Codes",
-    "PooledRows",
-    "advise_huge",
-    "all_scores",
-    "attend_dense",
-    "attend_units",
-    "available",
-    "bandwidth",
-    "choose_pages",
-    "choose_sketched",
-    "core",
-    "level",
-    "levels",
-    "merge_estimate",
-    "num_threads",
-    "page_scores",
-    "scan",
-    "scan_codes",
-    "sketch_rows",
-    "sketches_fit",
-    "takes_estimate",
-    "takes_tokens",
-    "use_level",
-    "why_missing",
-]

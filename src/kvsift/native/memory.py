@@ -1,4 +1,4 @@
-"""The speed at which this machine reads memory, and huge pages for tensors that are read as a whole."""
+"""Huge pages for tensors that are read as a whole."""
 
 from __future__ import annotations
 
@@ -10,25 +10,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from kvsift.errors import InvalidTensor, InvalidValue
-from kvsift.native.loader import core, num_threads
+from kvsift.errors import InvalidTensor
+from kvsift.native.loader import core
 
 HUGE_PAGE = 1 << 21  # bytes
 ROOM = 1 << 25  # bytes that are taken from the system at once, and get pages when they are written
-
-
-def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
-    """Bytes per second, in units of 1e9, of reading ``size`` bytes once from memory, the best of three.
-
-    ``size`` should exceed the last cache by far; the buffer is on huge pages where the system grants them.
-    """
-    if size < 1:
-        raise InvalidValue(f"size={size} must be at least one byte.")
-    buffer = torch.empty(size, dtype=torch.uint8)
-    advise_huge(buffer)
-    buffer.fill_(1)
-    seconds = min(core.read_seconds(buffer.data_ptr(), size, num_threads(threads)) for _ in range(3))
-    return size / seconds / 1e9
 
 
 def advise_huge(tensor: Tensor) -> int:

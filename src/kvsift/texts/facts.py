@@ -4,22 +4,18 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
-from kvsift.texts.events import new_event, with_aside
-from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
 from kvsift.texts.values import KINDS, value
-from kvsift.texts.words import (
-    DEFAULT,
-    Lexicon,
-    capitalised,
-    digits,
-    pseudo_word,
-)
+from kvsift.texts.words import DEFAULT, Lexicon, capitalised, digits, pseudo_word, table_of
 
 TOKENS_PER_QUESTION = 64  # of its needles, an upper bound
+_TEMPLATES = table_of("facts.toml")
+_VERBS = [pair.split("/") for pair in _TEMPLATES["verbs"].split()]
+_CIRCUMSTANCES = _TEMPLATES["circumstances"]
+_ATTRIBUTES = [(kind, name) for kind, names in _TEMPLATES["attributes"].items() for name in names]
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ def facts(rng: random.Random, lexicon: Lexicon = DEFAULT) -> Iterator[Fact]:
             continue
         misses = 0
         used |= keys
-        yield replace(fact, statement=with_aside(rng, fact.statement)) if rng.random() < 0.25 else fact
+        yield replace(fact, statement=_with_aside(rng, fact.statement)) if rng.random() < 0.25 else fact
 
 
 class _Pool:
@@ -80,25 +76,47 @@ def _attribute_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[
     kind, attribute = rng.choice(pool.attributes)
     subject = rng.choice(pool.things if rng.random() < 0.75 else pool.people)
     answer = value(rng, kind, lexicon)
-    forms = KIND_QUESTIONS.get(kind, ())
-    question = rng.choice(forms) if forms and rng.random() < 0.4 else rng.choice(QUESTIONS)
-    return subject, (attribute,), _fact(rng.choice(STATEMENTS), question, subject, answer, attribute)
+    forms = _TEMPLATES["kind_questions"].get(kind)
+    question = rng.choice(forms) if forms and rng.random() < 0.4 else rng.choice(_TEMPLATES["questions"])
+    return subject, (attribute,), _fact(rng.choice(_TEMPLATES["statements"]), question, subject, answer, attribute)
 
 
 def _verb_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str, tuple[str, ...], Fact]:
-    owner, kind, statement, questions = rng.choice(VERB_FACTS)
+    owner, kind, statement, *questions = rng.choice(_TEMPLATES["verb_facts"])
     subject = rng.choice(pool.people if owner == "person" else pool.things)
     fact = _fact(statement, rng.choice(questions), subject, value(rng, kind, lexicon))
-    return subject, _relations(questions), fact
+    return subject, _relations(*questions), fact
 
 
 def _event_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str, tuple[str, ...], Fact]:
-    event = new_event(rng, rng.choice(pool.people), rng.choice(pool.things), lexicon)
-    return event.verb, (event.subject, event.object), Fact(event.statement, event.question, event.answer)
+    """An event: who did what, where, when and how, with a question about one of these."""
+    subject, thing = rng.choice(pool.people), rng.choice(pool.things)
+    base, past = rng.choice(_VERBS) if rng.random() < 0.85 else ((word := pseudo_word(rng)), f"{word}ed")
+    chosen = rng.sample(sorted(_CIRCUMSTANCES), rng.randint(0, 3))
+    if "when" in chosen and "hour" in chosen:  # "when" must have one answer
+        chosen.remove("hour")
+    values = {name: value(rng, rng.choice(_CIRCUMSTANCES[name]["kinds"]), lexicon) for name in chosen}
+    phrases = [rng.choice(_CIRCUMSTANCES[name]["phrases"]).format(v=values[name]) for name in chosen]
+    topic = rng.choice(("who", "what", *chosen, *chosen))
+    if topic == "who":
+        question, answer = rng.choice((f"Who {past} {thing}?", f"By whom was {thing} {past}?")), subject
+    elif topic == "what":
+        question, answer = f"What did {subject} {base}?", thing
+    else:
+        template = rng.choice(_CIRCUMSTANCES[topic]["questions"])
+        question, answer = template.format(s=subject, b=base, o=thing), values[topic]
+    fact = Fact(_happened(rng, subject, past, thing, phrases), question, answer)
+    return f"event {base}", (subject, thing), fact
+
+
+def _happened(rng: random.Random, subject: str, past: str, thing: str, phrases: list[str]) -> str:
+    front = f"{capitalised(phrases.pop())}{rng.choice((',', ''))} " if phrases and rng.random() < 0.3 else ""
+    core = f"{subject} {past} {thing}" if rng.random() < 0.7 else f"{thing} was {past} by {subject}"
+    return f"{front}{core if front else capitalised(core)}{''.join(f' {phrase}' for phrase in phrases)}."
 
 
 @cache
-def _relations(questions: tuple[str, ...]) -> tuple[str, ...]:
+def _relations(*questions: str) -> tuple[str, ...]:
     """Return the relations of a verb fact: questions, and attributes they name ("What is the price of {e}?")."""
     matches = (re.fullmatch(r"\w+ is (?:the (.+) of {e}|{e}'s (.+))\?", question) for question in questions)
     return (*questions, *(match[1] or match[2] for match in matches if match))
@@ -120,15 +138,10 @@ def _filled(template: str, words: dict[str, str]) -> str:
 def _attribute(rng: random.Random, lexicon: Lexicon) -> tuple[str, str]:
     """Return a kind of value and an attribute; one in five is an invented compound."""
     if rng.random() < 0.8:
-        return rng.choice(_attributes())
+        return rng.choice(_ATTRIBUTES)
     nouns = f"{rng.choice(lexicon.nouns)} {rng.choice(lexicon.nouns)}"
     words = (rng.choice(lexicon.nouns), f"{rng.choice(lexicon.adjectives)} {rng.choice(lexicon.nouns)}", nouns)
     return rng.choice(tuple(KINDS)), rng.choice(words)
-
-
-@lru_cache(maxsize=1)
-def _attributes() -> tuple[tuple[str, str], ...]:
-    return tuple((kind, " ".join(a.split())) for kind, names in ATTRIBUTES.items() for a in names.split("|"))
 
 
 def _thing(rng: random.Random, lexicon: Lexicon, stem: str) -> str:
@@ -158,3 +171,11 @@ def _person(rng: random.Random, lexicon: Lexicon) -> str:
         return first
     last = rng.choice(lexicon.surnames) if rng.random() < 0.85 else pseudo_word(rng).capitalize()
     return rng.choice((f"{first} {last}", f"{first} {last}", f"Mr. {last}", f"Mrs. {last}", f"Dr. {last}"))
+
+
+def _with_aside(rng: random.Random, statement: str) -> str:
+    """Return the statement with an empty remark before or after it."""
+    if not statement.endswith(".") or rng.random() < 0.4:
+        inner = statement[0].lower() + statement[1:] if statement.startswith(("The ", "For ", "To ")) else statement
+        return f"{rng.choice(_TEMPLATES['before'])} {inner}"
+    return f"{statement[:-1]}{rng.choice(_TEMPLATES['after'])}."

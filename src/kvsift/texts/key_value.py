@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from kvsift.texts.layout import Draft, DraftQuestion
-from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
+from kvsift.texts.words import DEFAULT, digits, distinct, hexadecimal, pseudo_word
 
 Maker = Callable[[random.Random], str]
 TOKENS_PER_QUESTION = 40  # of its needles, an upper bound
@@ -36,6 +36,6 @@ def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, used: s
 _MAKERS: tuple[Maker, ...] = (
     lambda rng: hexadecimal(rng, 8),
     lambda rng: digits(rng, 6),
-    lambda rng: f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}",
+    lambda rng: f"{rng.choice(DEFAULT.adjectives)}_{rng.choice(DEFAULT.nouns)}_{digits(rng, 2)}",
     lambda rng: f"{pseudo_word(rng)} {pseudo_word(rng)}",
 )

@@ -4,7 +4,7 @@ import random
 
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
+from kvsift.texts.words import DEFAULT, digits, distinct, hexadecimal, pseudo_word
 
 KINDS = ("number", "code", "word")
 TOKENS_PER_QUESTION = 48  # of its needles, an upper bound
@@ -30,7 +30,7 @@ def question(key: str, kind: str) -> str:
 def key(rng: random.Random) -> str:
     draw = rng.random()
     if draw < 0.6:
-        return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        return f"{rng.choice(DEFAULT.adjectives)}-{rng.choice(DEFAULT.nouns)}"
     return pseudo_word(rng) if draw < 0.85 else hexadecimal(rng, 8)
 
 
@@ -39,4 +39,4 @@ def value(rng: random.Random, kind: str) -> str:
         return digits(rng, 7)
     if kind == "code":
         return hexadecimal(rng, rng.choice((8, 12, 16)))
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}" if rng.random() < 0.7 else pseudo_word(rng)
+    return f"{rng.choice(DEFAULT.adjectives)}-{rng.choice(DEFAULT.nouns)}" if rng.random() < 0.7 else pseudo_word(rng)

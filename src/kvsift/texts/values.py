@@ -5,16 +5,11 @@
 import random
 from collections.abc import Callable
 
-from kvsift.texts.words import (
-    MONTHS,
-    WEEKDAYS,
-    Lexicon,
-    digits,
-    pseudo_word,
-    with_article,
-)
+from kvsift.texts.words import Lexicon, digits, pseudo_word, with_article
 
 _UPPER = "ABCDEFGHJKLMNPQRSTUVWXYZ"
+_MONTHS = """January February March April May June July August September October November December""".split()
+_WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 _SMALL_NUMBERS = """two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty""".split()
 
@@ -26,10 +21,6 @@ def value(rng: random.Random, kind: str, lexicon: Lexicon) -> str:
 
 def _letters(rng: random.Random, count: int) -> str:
     return "".join(rng.choices(_UPPER, k=count))
-
-
-def _number(rng: random.Random, _: Lexicon) -> str:
-    return digits(rng, rng.randint(2, 7))
 
 
 def _code(rng: random.Random, _: Lexicon) -> str:
@@ -65,18 +56,14 @@ def _measure(rng: random.Random, _: Lexicon) -> str:
     return f"{amount}{decimals} {rng.choice(_UNITS)}"
 
 
-def _count(rng: random.Random, _: Lexicon) -> str:
-    return rng.choice(_SMALL_NUMBERS) if rng.random() < 0.3 else digits(rng, rng.randint(1, 4))
-
-
 def _year(rng: random.Random, _: Lexicon) -> str:
     return str(rng.randint(1400, 2099))
 
 
 def _date(rng: random.Random, lexicon: Lexicon) -> str:
-    day, month, year = rng.randint(1, 28), rng.choice(MONTHS), _year(rng, lexicon)
+    day, month, year = rng.randint(1, 28), rng.choice(_MONTHS), _year(rng, lexicon)
     forms = (f"{day} {month} {year}", f"{month} {day}, {year}", f"{day} {month}", f"{month} {day}", f"{month} {year}")
-    return rng.choice((*forms, f"{year}-{MONTHS.index(month) + 1:02d}-{day:02d}", rng.choice(WEEKDAYS), month))
+    return rng.choice((*forms, f"{year}-{_MONTHS.index(month) + 1:02d}-{day:02d}", rng.choice(_WEEKDAYS), month))
 
 
 def _time(rng: random.Random, _: Lexicon) -> str:
@@ -134,10 +121,6 @@ def _food(rng: random.Random, lexicon: Lexicon) -> str:
     return f"{food} and {rng.choice(lexicon.foods)}" if draw < 0.8 else f"{rng.choice(lexicon.adjectives)} {food}"
 
 
-def _job(rng: random.Random, lexicon: Lexicon) -> str:
-    return rng.choice(lexicon.jobs)
-
-
 def _word(rng: random.Random, lexicon: Lexicon) -> str:
     draw = rng.random()
     if draw < 0.4:
@@ -152,11 +135,11 @@ def _phrase(rng: random.Random, lexicon: Lexicon) -> str:
 
 
 KINDS: dict[str, Callable[[random.Random, Lexicon], str]] = {
-    "number": _number,
+    "number": lambda rng, _: digits(rng, rng.randint(2, 7)),
     "code": _code,
     "money": _money,
     "measure": _measure,
-    "count": _count,
+    "count": lambda rng, _: rng.choice(_SMALL_NUMBERS) if rng.random() < 0.3 else digits(rng, rng.randint(1, 4)),
     "year": _year,
     "date": _date,
     "time": _time,
@@ -166,7 +149,7 @@ KINDS: dict[str, Callable[[random.Random, Lexicon], str]] = {
     "colour": _colour,
     "animal": _animal,
     "food": _food,
-    "job": _job,
+    "job": lambda rng, lexicon: rng.choice(lexicon.jobs),
     "word": _word,
     "phrase": _phrase,
 }

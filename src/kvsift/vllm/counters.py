@@ -73,21 +73,15 @@ class PhaseCounters:
 def _new_counters(phase: Phase) -> list[Any]:
     from prometheus_client import Counter
 
-    return [
-        Counter(f"kvsift:{phase}_queries", f"Queries of {phase}, one for each token and layer that plans apply to."),
-        Counter(f"kvsift:{phase}_sparse_queries", "Those that did not see their whole context."),
-        Counter(f"kvsift:{phase}_visible_tokens", "Tokens that they saw, per head."),
-        Counter(f"kvsift:{phase}_context_tokens", "Tokens that dense attention would have shown."),
-        Counter(f"kvsift:{phase}_kv_bytes_read", f"Bytes of keys, values and page summaries read in {phase}."),
-        Counter(f"kvsift:{phase}_kv_bytes_dense", "Bytes that dense attention would have read."),
-        *([] if phase == "prefill" else _of_probes()),
-    ]
-
-
-def _of_probes() -> list[Any]:
-    from prometheus_client import Counter
-
-    return [
-        Counter("kvsift:probes", "Queries of decode that were compared with exact attention."),
-        Counter("kvsift:recovery", "Softmax mass on what those saw; divided by their number, the mean."),
-    ]
+    names = {
+        f"kvsift:{phase}_queries": f"Queries of {phase}, one for each token and layer that plans apply to.",
+        f"kvsift:{phase}_sparse_queries": "Those that did not see their whole context.",
+        f"kvsift:{phase}_visible_tokens": "Tokens that they saw, per head.",
+        f"kvsift:{phase}_context_tokens": "Tokens that dense attention would have shown.",
+        f"kvsift:{phase}_kv_bytes_read": f"Bytes of keys, values and page summaries read in {phase}.",
+        f"kvsift:{phase}_kv_bytes_dense": "Bytes that dense attention would have read.",
+    }
+    if phase == "decode":
+        names["kvsift:probes"] = "Queries of decode that were compared with exact attention."
+        names["kvsift:recovery"] = "Softmax mass on what those saw; divided by their number, the mean."
+    return [Counter(name, about) for name, about in names.items()]

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from kvsift.texts.layout import Draft, DraftQuestion
-from kvsift.texts.words import ADJECTIVES, NOUNS, distinct
+from kvsift.texts.words import DEFAULT, distinct
 from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly
 from kvsift_lab.eval.tasks.ruler_needles import noise_lines
@@ -179,7 +179,7 @@ def _others(rng: random.Random, names: Iterator[str]) -> Iterator[str]:
 
 
 def _name(rng: random.Random) -> str:
-    return f"{rng.choice(_VERBS)}_{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}"
+    return f"{rng.choice(_VERBS)}_{rng.choice(DEFAULT.adjectives)}_{rng.choice(DEFAULT.nouns)}"
 
 
 def _task(name: str, about: str, style: Style, **make: Any) -> Task:

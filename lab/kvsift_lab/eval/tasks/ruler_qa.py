@@ -17,18 +17,7 @@ from functools import partial
 from kvsift.errors import TooShort
 from kvsift.texts.facts import facts
 from kvsift.texts.values import value
-from kvsift.texts.words import (
-    ADJECTIVES,
-    ANIMALS,
-    DEFAULT,
-    FIRST_NAMES,
-    JOBS,
-    NOUNS,
-    PLACES,
-    SURNAMES,
-    pseudo_word,
-    with_article,
-)
+from kvsift.texts.words import DEFAULT, pseudo_word, with_article
 from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
 from kvsift_lab.eval.tasks.assembly import Assembly
 from kvsift_lab.eval.tasks.words import endless
@@ -140,7 +129,7 @@ def _pair(rng: random.Random, role: str, trait: str, place: str, person: str) ->
     traits = rng.sample([trait, *rng.sample([name for name in TRAITS if name != trait], 2)], 3)
     values = {name: _trait(rng, name) for name in traits}
     about = (
-        f"The {place} stands near {rng.choice(PLACES)}. The {role} of the {place} is {person}. "
+        f"The {place} stands near {rng.choice(DEFAULT.places)}. The {role} of the {place} is {person}. "
         f"It has been open to visitors since {value(rng, 'year', DEFAULT)}."
     )
     life = " ".join(TRAITS[name][0].format(p=person, v=values[name]) for name in traits)
@@ -149,20 +138,20 @@ def _pair(rng: random.Random, role: str, trait: str, place: str, person: str) ->
 
 def _trait(rng: random.Random, name: str) -> str:
     if name == "birthplace":
-        return rng.choice(PLACES)
+        return rng.choice(DEFAULT.places)
     if name in ("first job", "pet"):
-        return with_article(rng.choice(JOBS if name == "first job" else ANIMALS))
+        return with_article(rng.choice(DEFAULT.jobs if name == "first job" else DEFAULT.animals))
     return value(rng, "year" if name == "birth year" else "food", DEFAULT)
 
 
 def _place(rng: random.Random) -> str:
-    first = rng.choice(ADJECTIVES) if rng.random() < 0.5 else pseudo_word(rng)
-    return f"{first.capitalize()} {rng.choice(NOUNS).capitalize()}"
+    first = rng.choice(DEFAULT.adjectives) if rng.random() < 0.5 else pseudo_word(rng)
+    return f"{first.capitalize()} {rng.choice(DEFAULT.nouns).capitalize()}"
 
 
 def _person(rng: random.Random) -> str:
-    last = rng.choice(SURNAMES) if rng.random() < 0.5 else pseudo_word(rng).capitalize()
-    return f"{rng.choice(FIRST_NAMES)} {last}"
+    last = rng.choice(DEFAULT.surnames) if rng.random() < 0.5 else pseudo_word(rng).capitalize()
+    return f"{rng.choice(DEFAULT.first_names)} {last}"
 
 
 TASKS = tuple(

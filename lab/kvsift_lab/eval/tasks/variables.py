@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.prose import haystack
-from kvsift.texts.words import NOUNS, digits, distinct, pseudo_word
+from kvsift.texts.words import DEFAULT, digits, distinct, pseudo_word
 from kvsift_lab.eval.sample import Task
 
 MAX_HOPS = 4
@@ -55,7 +55,7 @@ def _numbered(rng: random.Random) -> str:
 
 
 def _word(rng: random.Random) -> str:
-    return rng.choice(NOUNS) if rng.random() < 0.5 else pseudo_word(rng)
+    return rng.choice(DEFAULT.nouns) if rng.random() < 0.5 else pseudo_word(rng)
 
 
 _NAMES: tuple[Callable[[random.Random], str], ...] = (_letters, _numbered, _word)

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from uuid import UUID
 
-from kvsift.texts.words import ADJECTIVES, NOUNS
+from kvsift.texts.words import DEFAULT
 
 
 def two_words(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+    return f"{rng.choice(DEFAULT.adjectives)}-{rng.choice(DEFAULT.nouns)}"
 
 
 def uuid(rng: random.Random) -> str:

@@ -101,6 +101,7 @@ class AnchoredMethod(Method):
     anchors: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.anchors is not None:
             read("anchors", self.anchors)
 

@@ -102,13 +102,12 @@ class DroppedTokens:
         return tokens[:, remains.shape[1] - int(remains.sum(1).max()) :]
 
     def _grow(self, stop: int, device: torch.device) -> None:
-        old = self._dropped_for
-        if old is not None and old.shape[1] >= stop:
-            return
-        capacity = stop if old is None else max(stop, old.shape[1] * 5 // 4)
-        self._dropped_for = torch.full((self.num_rows, capacity), NEVER, dtype=torch.int32, device=device)
-        if old is not None:
-            self._dropped_for[:, : old.shape[1]] = old
+        if self._dropped_for is None:
+            self._dropped_for = torch.full((self.num_rows, stop), NEVER, dtype=torch.int32, device=device)
+        capacity = self._dropped_for.shape[1]
+        if capacity < stop:
+            more = max(stop, capacity * 5 // 4) - capacity
+            self._dropped_for = torch.nn.functional.pad(self._dropped_for, (0, more), value=NEVER)
 
     def fork(self) -> DroppedTokens:
         copy = DroppedTokens(self.num_rows)

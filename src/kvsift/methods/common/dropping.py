@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidMethod
-from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.checks import knob
 from kvsift.methods.common.dropped_tokens import DroppedTokens, select_remaining, select_remaining_shared
 from kvsift.methods.common.recent_queries import RecentQueries
 from kvsift.methods.traits import Traits
@@ -93,10 +93,7 @@ class DroppingMethod(Method):
 
     traits: ClassVar[Traits] = Traits(keeps_all=False, wants_queries=True, follows=True)
 
-    evict: bool = False
-
-    def __post_init__(self) -> None:
-        checks.flag("evict", self.evict)
+    evict: bool = knob(False)
 
     def observe(
         self, state: Any, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
@@ -173,9 +170,7 @@ def attention_weights(shape: LayerShape, queries: Tensor, keys: Tensor, seen: Te
     the last tokens each query may see. It sees all tokens before those.
     """
     grouped = queries.to(keys.device).float().unflatten(0, (len(keys), -1)).flatten(1, 2)
-    logits = ((grouped * shape.scale) @ keys.float().mT).view(len(queries), queries.shape[1], -1)
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    logits = shape.capped(((grouped * shape.scale) @ keys.float().mT).view(len(queries), queries.shape[1], -1))
     if seen is not None:
         hidden = ~seen.repeat_interleave(len(queries) // len(seen), 0)
         logits[:, :, logits.shape[2] - hidden.shape[2] :].masked_fill_(hidden, -torch.inf)

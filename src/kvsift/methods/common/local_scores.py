@@ -95,9 +95,7 @@ class LocalScores:
         logits = exact_logits(shape, queries, keys)  # [num_query_heads, num_queries, num_keys]
         if self.kind == "paper":
             return logits.masked_fill_(~visible, 0.0)
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
-        return logits.masked_fill_(~visible, -torch.inf).softmax(-1)
+        return shape.capped(logits).masked_fill_(~visible, -torch.inf).softmax(-1)
 
     @property
     def strictly(self) -> bool:

@@ -24,10 +24,6 @@ class ShareMethod(ScoringMethod, ChunkedMethod):
 
     traits: ClassVar[Traits] = Traits(estimates_mass=True, compares_heads=True)
 
-    def __post_init__(self) -> None:
-        ScoringMethod.__post_init__(self)
-        ChunkedMethod.__post_init__(self)
-
     def stand_ins(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
         """Surrogate queries, whose exact logits are the estimate: [num_query_heads, any number, head_dim]."""
         return queries
@@ -54,8 +50,5 @@ def mean_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
     tile = max(1, MAX_SCORES // (shape.num_query_heads * keys.shape[1]))
     total = torch.zeros(shape.num_query_heads, keys.shape[1], dtype=torch.float32, device=keys.device)
     for part in queries.split(tile, 1):
-        logits = exact_logits(shape, part, keys)
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
-        total += logits.softmax(-1).sum(1)
+        total += shape.capped(exact_logits(shape, part, keys)).softmax(-1).sum(1)
     return total / queries.shape[1]

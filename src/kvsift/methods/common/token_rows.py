@@ -32,37 +32,44 @@ class TokenRows:
     """Rows of the first tokens of a sequence, in a buffer that grows geometrically."""
 
     at_once: ClassVar[int] = 512  # tokens whose rows are computed together, which bounds temporary memory
+    axis: ClassVar[int] = 1  # of the tokens
 
     def __init__(self) -> None:
         self.length = 0
         self._buffer: Tensor | None = None  # [num_kv_heads, capacity, width]
 
-    @torch.inference_mode()  # the buffer outlives the caller's inference mode
     def read(self, reader: KVReader, start: int, stop: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Rows of the tokens start to stop, [num_kv_heads, stop - start, width], a view.
 
         ``make`` computes rows [num_kv_heads, n, width] from keys [num_kv_heads, n, head_dim], each from its key alone.
         """
+        return reader.counted(self.filled(reader, stop, make)[:, start:stop])
+
+    @torch.inference_mode()  # the buffer outlives the caller's inference mode
+    def filled(self, reader: KVReader, stop: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """The buffer, with the rows of at least ``stop`` tokens."""
         while self.length < stop:
             upto = min(self.length + self.at_once, stop)
             self._append(make(reader.keys(self.length, upto)), stop)
         assert self._buffer is not None
-        return reader.counted(self._buffer[:, start:stop])
+        return self._buffer
 
     def _append(self, rows: Tensor, least: int) -> None:
-        stop = self.length + rows.shape[1]
-        if self._buffer is None or self._buffer.shape[1] < stop:
-            buffer = rows.new_empty(rows.shape[0], max(least, 2 * self.length), rows.shape[2])
+        count = rows.shape[self.axis]
+        if self._buffer is None or self._buffer.shape[self.axis] < self.length + count:
+            sizes = list(rows.shape)
+            sizes[self.axis] = max(least, 2 * self.length)
+            buffer = rows.new_empty(sizes)
             if self._buffer is not None:
-                buffer[:, : self.length] = self._buffer[:, : self.length]
+                buffer.narrow(self.axis, 0, self.length).copy_(self._buffer.narrow(self.axis, 0, self.length))
             self._buffer = buffer
-        self._buffer[:, self.length : stop] = rows
-        self.length = stop
+        self._buffer.narrow(self.axis, self.length, count).copy_(rows)
+        self.length += count
 
     def fork(self) -> Self:
         forked = type(self)()
-        if self._buffer is not None:
-            forked.length, forked._buffer = self.length, self._buffer[:, : self.length].clone()  # both append to it
+        if self._buffer is not None:  # both append to it
+            forked.length, forked._buffer = self.length, self._buffer.narrow(self.axis, 0, self.length).clone()
         return forked
 
     def crop(self, length: int) -> None:
