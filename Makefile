@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := 5.17.0
-# what reads transformers' modules, caches, configs and loaders; the rest of the engine builds on these
-OLDEST_TESTS := tests/models --ignore=tests/models/hf/test_tensor_parallel.py tests/api/test_llm.py $(addprefix tests/engine/test_,$(addsuffix .py,\
-  hub quantised rope_lengths))
+# what reads transformers' modules, caches, configs and loaders; the rest builds on these, as do the weights in few bits
+# and the compiled core's steps of tests/models
+OLDEST_TESTS := tests/models $(patsubst %,--ignore=tests/models/%.py,test_native_step test_packed_linear test_quantized \
+  test_scaled_linear hf/test_gguf_codes hf/test_gguf_mutations hf/test_tensor_parallel) tests/api/test_llm.py \
+  $(addprefix tests/engine/test_,$(addsuffix .py,hub quantised rope_lengths))
+# each process that a test starts would compile kvsift anew, and each pytest its own files
+unexport PYTHONDONTWRITEBYTECODE
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8

@@ -3,12 +3,15 @@
 The default Hypothesis profile repeats exactly; ``first_failure`` does not shrink, for tests that expect a failure.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+gc.disable()  # until everything is imported and collected: looking through that again and again takes minutes in all
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: twins then run on the CPU
@@ -45,6 +48,17 @@ def measured_crossover() -> Iterator[Callable[..., int]]:
         measured = HostCrossover.of
         patch.setattr(HostCrossover, "of", lambda *_: 0)
         yield measured
+
+
+def pytest_runtestloop() -> None:
+    """No collection of garbage looks at the modules and tests that there are."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What Triton leaves is collected at the end, or it complains of leaks."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

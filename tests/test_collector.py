@@ -1,10 +1,19 @@
 """Imports without collections of garbage leave the collector as it was."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from kvsift.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """But by the test itself; ``conftest`` freezes what was collected."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -23,13 +32,10 @@ def test_the_collector_is_as_before(enabled: bool) -> None:
 
 def test_what_the_user_froze_stays_frozen() -> None:
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with collector_paused():
-            pass
-        assert gc.get_freeze_count() == frozen > 0
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    with collector_paused():
+        pass
+    assert gc.get_freeze_count() == frozen > 0
 
 
 def test_what_was_imported_is_not_searched_at_once() -> None:

@@ -17,6 +17,7 @@ from lab.eval.test_results import file_size_limit
 from models.ropes import rope
 from refusals import refused
 from safetensors import safe_open
+from turns import in_turns
 
 from kvsift import LLM
 from kvsift.api import saved_header
@@ -36,6 +37,7 @@ OTHER_BUDGETS = {
     "retrieval_attention": "budget=200:window=16",
     "dense": "",
 }
+PLACES = ["device", "split", "offload", "host"]
 NO_CACHE = "quest:budget=128:window=16:dense_layers=none:page_size=8"
 
 
@@ -155,8 +157,7 @@ def test_an_opened_document_takes_the_memory_of_one_that_was_read(
     assert again == read
 
 
-@pytest.mark.parametrize("placement", ["device", "split", "offload", "host"])
-@pytest.mark.parametrize("later", ["device", "split", "offload", "host"])
+@pytest.mark.parametrize(("placement", "later"), in_turns(PLACES, PLACES[1:] + PLACES[:1]))
 def test_placements_share_a_file(placement: str, later: str, llama: Path, path: Path) -> None:
     llm = LLM(llama, QUEST, placement=placement)
     document = llm.read(TEXT)

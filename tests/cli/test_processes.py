@@ -46,27 +46,10 @@ def test_help_is_there_at_once() -> None:
     assert min(times) < 1.0, times  # 0.2 s where nothing else runs; torch alone would take more
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--context", "no.txt"], "the context file no.txt does not exist."),
-        (["--context", "{text}", "--model", "{halved}"], "is not a complete safetensors file"),
-    ],
-)
-def test_a_refusal_is_one_line_and_exit_code_2(
-    arguments: list[str], says: str, model: Path, text: Path, tmp_path: Path
-) -> None:
-    halved = tmp_path / "halved"
-    halved.mkdir()
-    for file in model.iterdir():
-        data = file.read_bytes()
-        (halved / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
-    given = [part.format(text=text, halved=halved) for part in arguments]
-    ended = kvsift("ask", "--question", "Why?", *([] if "--model" in given else ["--model", model]), *given)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("kvsift: ")
-    assert says in ended.stderr
+def test_a_refusal_is_one_line_and_exit_code_2(model: Path) -> None:
+    ended = kvsift("ask", "--question", "Why?", "--model", model, "--context", "no.txt")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("kvsift: the context file no.txt does not exist.")
     assert ended.stderr.count("\n") == 1
 
 

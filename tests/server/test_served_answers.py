@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 from engine.tiny_directory import text_of
 from pydantic import TypeAdapter
@@ -109,6 +108,8 @@ def test_pieces_never_split_a_character(client: httpx.Client, alone: kvsift.LLM)
 
 
 def test_the_official_client_chats(server: Served, alone: kvsift.LLM) -> None:
+    import openai
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny", "gpt-4o-mini"]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Who?"}]

@@ -5,7 +5,6 @@ import io
 import pickle
 from typing import Any
 
-import peft
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -17,6 +16,8 @@ import kvsift
 
 
 def with_lora(model: Any) -> Any:
+    import peft  # takes a second and a half, in each process that collects tests
+
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config).eval()
 
