@@ -150,7 +150,7 @@ def test_host_is_a_name_for_no_gpu(directory: Path) -> None:
     answer = model.generate(text_of(900), max_new_tokens=10)
     assert answer.token_ids == llm(directory, "cpu", "device").generate(text_of(900), max_new_tokens=10).token_ids
     assert answer.path == "native"
-    with refused("unsupported_device: device=cuda"):
+    with refused("unsupported_device: not on cuda"):
         LLM(directory, QUEST, placement="host", device="cuda")
 
 
