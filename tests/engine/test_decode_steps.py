@@ -264,16 +264,15 @@ def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
 def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> None:
     questions = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
     fast, slow = (LLM(llama, path=path).read(TEXTS[0] * 2) for path in ("eager", "auto"))
-    for each, phases in ((plan, ("prefill", "decode")), (PLANS[2], ("decode",)), (plan, ("prefill",))):
-        for question in questions:
-            for phase in phases:
-                one, other = (
-                    document.ask(question, plan=each, max_new_tokens=10, question_phase=phase)  # type: ignore[arg-type]
-                    for document in (fast, slow)
-                )
-                assert one.token_ids == other.token_ids
-                assert [one.decode(key) for key in COUNTERS] == [other.decode(key) for key in COUNTERS]
-                assert one.new_prompt_tokens == other.new_prompt_tokens
+    turns = (plan, "prefill"), (plan, "decode"), (PLANS[2], "decode"), (plan, "prefill")
+    for (each, phase), question in zip(turns, questions * 2):
+        one, other = (
+            document.ask(question, plan=each, max_new_tokens=10, question_phase=phase)  # type: ignore[arg-type]
+            for document in (fast, slow)
+        )
+        assert one.token_ids == other.token_ids
+        assert [one.decode(key) for key in COUNTERS] == [other.decode(key) for key in COUNTERS]
+        assert one.new_prompt_tokens == other.new_prompt_tokens
 
 
 def test_a_document_keeps_its_steps_from_question_to_question(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

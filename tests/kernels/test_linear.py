@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 
@@ -36,7 +36,7 @@ SIZES = [(40, 300), (33, 256), (200, 140)]
 if DEVICE == "cuda":
     SIZES += [(4096, 4096), (6144, 4096), (1000, 14336), (77, 80), (28672, 4096), (128256, 4096)]
 ALL = ("norm", "bias", "residual")
-FUSED = [("plain", (name,)) for name in ALL] + [(kind, fused) for kind in KINDS for fused in ((), ALL)]
+FUSED = [*((name,) for name in ALL), (), ALL]
 
 
 def weight_of(kind: str, num_out: int, num_in: int, dtype: torch.dtype, group: int = GROUP) -> tuple[Weight, Tensor]:
@@ -86,12 +86,11 @@ def check(twin: Tensor, x: Tensor, weight: Weight, exact: Tensor, how: dict[str,
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize(("kind", "fused"), FUSED, ids=str)
-@pytest.mark.parametrize(("rows", "num_out", "num_in", "tiling"), CASES)
+@crossed(case=CASES, kind=KINDS, fused=FUSED, dtype=SHORT)
 def test_the_twin_is_as_near_to_the_exact_product_as_the_reference(
-    rows: int, num_out: int, num_in: int, tiling: Tiling, kind: str, fused: tuple[str, ...], dtype: torch.dtype
+    case: tuple[int, int, int, Tiling], kind: str, fused: tuple[str, ...], dtype: torch.dtype
 ) -> None:
+    rows, num_out, num_in, tiling = case
     weight, exact = weight_of(kind, num_out, num_in, dtype)
     x, how = draw(rows, *weight.shape, dtype)
     how = {name: how[name] for name in fused}
@@ -101,12 +100,9 @@ def test_the_twin_is_as_near_to_the_exact_product_as_the_reference(
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 2, 19])
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 1100), *SIZES])
-def test_the_chosen_tilings_are_right(num_out: int, num_in: int, rows: int, kind: str, dtype: torch.dtype) -> None:
-    weight, exact = weight_of(kind, num_out, num_in, dtype)
+@crossed(size=[(64, 1100), *SIZES], rows=[1, 2, 19], kind=KINDS, dtype=SHORT)
+def test_the_chosen_tilings_are_right(size: tuple[int, int], rows: int, kind: str, dtype: torch.dtype) -> None:
+    weight, exact = weight_of(kind, *size, dtype)
     x, how = draw(rows, *weight.shape, dtype)
     check(linear_triton(x, weight, **how), x, weight, exact, how)
 
@@ -123,13 +119,11 @@ def test_they_are_right_for_any_size_and_group(rows: int, num_out: int, num_in: 
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("kind", FEW_BITS)
-@pytest.mark.parametrize("rows", [1, 5, 20])
-@pytest.mark.parametrize(("num_out", "num_in"), SIZES)
+@crossed(size=SIZES, rows=[1, 5, 20], kind=FEW_BITS, dtype=SHORT)
 def test_gates_are_multiplied_by_their_own_scales(
-    num_out: int, num_in: int, rows: int, kind: str, dtype: torch.dtype
+    size: tuple[int, int], rows: int, kind: str, dtype: torch.dtype
 ) -> None:
+    num_out, num_in = size
     inter = num_out // 2 // BLOCK * BLOCK or num_out
     weight, exact = weight_of(kind, 2 * inter, num_in, dtype)
     if isinstance(weight, ScaledWeight):

@@ -1,6 +1,7 @@
 """Decode steps in one call of the compiled core: the bits, the cache and the counters of composed steps."""
 
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from models.gguf_files import pack_model
 from models.tiny import tiny
 from refusals import refused
+from turns import in_turns
 
 from kvsift import native
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
@@ -30,8 +32,11 @@ PLANS = [
     f"{SKETCH}:bits=2:dense_layers=none", f"{SKETCH}:heads=query:rest=false:dense_layers=1:sinks=0",
     "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0", "streaming_llm:budget=48:dense_layers=1",
 ]  # fmt: skip
+VERIFIED = ["dense", QUEST, SKETCH, "streaming_llm:budget=48"]
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 PLACES = ["device", "host:kv_dtype=int8"]
+DTYPES = [torch.float32, torch.bfloat16]
+MODELS = [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,10 +116,9 @@ def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
     return fused.reason_composed(cache) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(("family", "place"), [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])])
-def test_native_steps_have_the_bits_of_composed_ones(family: str, place: str, plan: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("case", "of"), in_turns(product(PLANS, DTYPES), MODELS), ids=str)
+def test_native_steps_have_the_bits_of_composed_ones(case: tuple[str, torch.dtype], of: tuple[str, str]) -> None:
+    (plan, dtype), (family, place) = case, of
     model = tiny(family, num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
     one, other = (filled(model, plan, 90, place=place) for _ in range(2))
@@ -216,7 +220,7 @@ def test_sketches_of_long_contexts_are_ranked_in_blocks(length: int, threads: in
     assert_alike(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
     model = tiny("Qwen2", num_hidden_layers=3).to(dtype)
     taken, _ = both(model)
@@ -237,7 +241,7 @@ def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_h
         assert_alike(together[number], cache)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("plan", [QUEST, f"{SKETCH}:dense_layers=none", f"{SKETCH}:heads=query:bits=2:dense_layers=1"])
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_are_probed_as_composed_ones(place: str, plan: str, dtype: torch.dtype) -> None:
@@ -287,12 +291,11 @@ def verified(fused: FusedModel, cache: SparseCache, tokens: list[int], together:
     return logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("plan", ["dense", QUEST, SKETCH, "streaming_llm:budget=48"])
-@pytest.mark.parametrize(("family", "place"), [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])])
+@pytest.mark.parametrize(("case", "of"), in_turns(product(VERIFIED, DTYPES), MODELS), ids=str)
 def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
-    family: str, place: str, plan: str, dtype: torch.dtype
+    case: tuple[str, torch.dtype], of: tuple[str, str]
 ) -> None:
+    (plan, dtype), (family, place) = case, of
     model = tiny(family, num_hidden_layers=3).to(dtype)
     taken, composed = both(model)
     one, other, alone = (filled(model, plan, 90, place=place) for _ in range(3))

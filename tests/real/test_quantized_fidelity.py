@@ -36,6 +36,12 @@ def texts(smol: Path) -> list[Tensor]:
     return [torch.tensor([tokenizer(excerpt(name))["input_ids"][:NUM_TOKENS]]) for name in EXCERPTS]
 
 
+@pytest.fixture(scope="module")
+def exact(stock: PreTrainedModel, texts: list[Tensor]) -> Tensor:
+    """What the model itself predicts."""
+    return log_probabilities(stock, texts)
+
+
 def log_probabilities(model: Any, texts: list[Tensor]) -> Tensor:
     with torch.inference_mode():
         return torch.cat([model(ids).logits[0].float() for ids in texts]).log_softmax(-1)
@@ -59,14 +65,11 @@ def with_rounded_inputs(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("quantize", ["fp8", "int4", "int8"])
 def test_rounded_weights_keep_predictions_close(
-    quantize: str, smol: Path, stock: PreTrainedModel, texts: list[Tensor], monkeypatch: pytest.MonkeyPatch,
+    quantize: str, smol: Path, exact: Tensor, texts: list[Tensor], monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     stay_everywhere(monkeypatch, stays=False)
-    exact, model = (
-        log_probabilities(stock, texts),
-        ModelDirectory.check(smol).quantized(quantize).load(CPU, torch.float32),
-    )
+    model = ModelDirectory.check(smol).quantized(quantize).load(CPU, torch.float32)
     measured = {quantize: kl(exact, log_probabilities(model, texts))}
     if quantize == "fp8":
         with_rounded_inputs(model)
