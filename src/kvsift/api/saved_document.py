@@ -140,6 +140,10 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
     Args:
         path: path of the file.
 
+    Attributes:
+        read_s, read_stats: seconds that its prefill took, and counters of it.
+        rotation: see ``SparseCache.rotation``.
+
     Raises:
         InputError: if it cannot be read, is not a saved document, or is cut off.
     """
@@ -160,6 +164,8 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         self._checksums = dict(zip(self._names, numbers[1:]))
         if len(numbers) != len(self._names) + 1 or zlib.crc32(self._header) != numbers[0]:
             raise damaged(path, "the checksum of its header is another")
+        self.read_s, self.read_stats = float(self._document["read_s"]), dict(self._document["read_stats"])
+        self.rotation: int | None = self._document["rotation"]
 
     def __exit__(self, *error: object) -> None:
         self._file.__exit__(None, None, None)
@@ -175,22 +181,6 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         """The document and its prompt."""
         context = self._checked("context").numpy().tobytes().decode()
         return DocumentText(context, *(self._document[name] for name in ("template", "system", "stop")))
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that its prefill took."""
-        return float(self._document["read_s"])
-
-    @property
-    def read_stats(self) -> dict[str, Any]:
-        """Counters of its prefill."""
-        return dict(self._document["read_stats"])
-
-    @property
-    def rotation(self) -> int | None:
-        """See ``SparseCache.rotation``."""
-        rotation: int | None = self._document["rotation"]
-        return rotation
 
     def check(self, runner: ModelRunner, plan: Plan) -> None:
         """Refuse a model or plan for which the saved keys would be other ones, before the weights are loaded.
