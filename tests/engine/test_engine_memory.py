@@ -15,7 +15,15 @@ from refusals import refused
 from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
 
 from kvsift import LLM
-from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes, require_memory
+from kvsift.engine.memory import (
+    GIB,
+    RUNTIME_BYTES,
+    _cgroup,
+    available_bytes,
+    predict_bytes,
+    require_memory,
+    summary_share,
+)
 from kvsift.models.hf.model_directory import LayerKV, ModelDirectory
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
@@ -113,7 +121,20 @@ def test_foretold_memory_grows_with_the_context_by_its_keys_values_and_summaries
 ) -> None:
     directory = ModelDirectory.check(llama)
     short, long = (predict_bytes(directory, torch.device("cpu"), dtype, n, 64) for n in (1000, 17_000))
-    assert long - short == directory.kv_bytes_per_token(dtype) * 16_000 * 17 // 16
+    assert long - short == pytest.approx(directory.kv_bytes_per_token(dtype) * 16_000 * 1.075, abs=1)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("method", ["sketch", "quest"])
+def test_summaries_are_no_larger_than_is_foretold(method: str, kv_dtype: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, head_dim=64)
+    llm = LLM(directory, f"{method}:budget=128", device="cpu", dtype="bfloat16", kv_dtype=kv_dtype)
+    stores = [each.store for each in llm.read(text_of(2000)).prefill(llm.plan).attentions]
+    assert len(stores) > 1
+    for store in stores:
+        summaries = sum(rows.nbytes for rows in store.pools().summaries.values())
+        kept = store.pools().keys.nbytes + store.pools().values.nbytes
+        assert 0 < summaries <= kept * summary_share(llm.place)
 
 
 def test_a_run_that_fits_since_most_layers_keep_a_window_alone_is_not_refused(

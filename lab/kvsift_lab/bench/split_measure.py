@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
+from kvsift.engine.memory import GIB, RUNTIME_BYTES, available_bytes
 from kvsift.errors import InputError, MissingPackage, NotEnoughMemory
 from kvsift.indexes.base import Index
 from kvsift.indexes.faiss_index import IVFIndex
@@ -258,7 +258,7 @@ def layer_bytes(sizes: dict[str, Any], context: int, place: Placement, kinds: tu
     """Return the bytes of one layer in host memory: keys, values, and the largest index of a kind."""
     head_dim, num_tokens = _head_dim(sizes), context * sizes["num_key_value_heads"]
     keys = num_tokens * head_dim * DTYPE.itemsize
-    index = {"flat_int8": 0.5 * keys, "quest": 2 * SUMMARY_SHARE * keys}  # codes of a byte; summaries
+    index = {"flat_int8": 0.5 * keys, "quest": keys / 8}  # codes of a byte; summaries
     kv: float = 2 * keys
     if place.in_host_memory:
         kv = num_tokens * place.store.bytes_per_token(head_dim, DTYPE, **dict(place.knobs))

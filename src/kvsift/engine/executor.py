@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.sequence_groups import Group, SequenceGroup
 from kvsift.engine.graphs.session import STEADY_SLOTS
-from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, kv_bytes, stored_tokens
+from kvsift.engine.memory import available_bytes, kv_bytes, stored_tokens, summary_share
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.schedule import OPEN_SEQUENCES
@@ -62,19 +62,17 @@ class Executor:
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._groups: list[Group[Any]] = []  # of sequences that take captured steps
-        self._pools: dict[
-            int, KVPool
-        ] = {}  # by page size, of sequences whose pages are of another size than the loop's
+        self._pools = dict[int, KVPool]()  # by page size, of sequences whose pages are not of the loop's size
 
     @property
-    def is_steady(self) -> bool:
-        """Whether the bits of a prompt must not depend on how it is cut into chunks."""
+    def splits_freely(self) -> bool:
+        """Whether the bits of a prompt do not depend on how it is cut into chunks."""
         return self._runner.device.type != "cuda" or self._runner.deterministic
 
     @property
     def most_prefilled(self) -> int:
         """Tokens of a chunk where the bits of a prompt may depend on its chunks; 0, the loop's own, elsewhere."""
-        return 0 if self.is_steady else self._runner.chunk_size
+        return 0 if self.splits_freely else self._runner.chunk_size
 
     def reason_apart(self, seq: EngineSequence) -> str | None:
         """Why a sequence has a pool of its own; None if its pages are in that of all sequences."""
@@ -385,7 +383,8 @@ class Executor:
         free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        page_bytes = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place) * (1 + SUMMARY_SHARE)
+        page_bytes = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place)
+        page_bytes *= 1 + summary_share(runner.place)
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
         return int(FREE_SHARE * free / max(page_bytes, present, 1))
 

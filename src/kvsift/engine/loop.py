@@ -394,7 +394,7 @@ class Loop(EngineThread):
         chunks = max(self._executor.most_prefilled // self.grid, 1) if alone else 1
         if seq.prefix is None:
             # Prompts of one call save the pass of a single token, which costs a small model as much as that of a chunk.
-            is_saved = seq.call is not None and seq.observer is None and not self._executor.is_steady
+            is_saved = seq.call is not None and seq.observer is None and not self._executor.splits_freely
             last_apart = seq.pins is None and not is_saved
             return min(before - before % self.grid + chunks * self.grid, end - last_apart)
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)

@@ -15,7 +15,6 @@ from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 
 GIB = 1 << 30
-SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describe, at page size 16
 ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and a table of all rotary angles
 RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
 DEVICE, DENSE = Placement(), Plan()
@@ -54,7 +53,7 @@ def predict_bytes(
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0
-    return int(weights + kv * (1 + SUMMARY_SHARE) * (1 + room) + windows + activations + runtime)
+    return int(weights + kv * (1 + summary_share(place)) * (1 + room) + windows + activations + runtime)
 
 
 def require_memory(
@@ -71,7 +70,7 @@ def require_memory(
     num_stored = stored_tokens(plan, [layer.layer for layer in directory.full_layers], num_tokens, chunk_size)
     on_device = min(num_tokens, chunk_size) if on_host else num_stored
     if on_host:
-        on_device += place.store.device_tokens(num_tokens, SUMMARY_SHARE, **dict(place.knobs))
+        on_device += place.store.device_tokens(num_tokens, summary_share(place), **dict(place.knobs))
     there = DEVICE if on_host else place
     need, free = predict_bytes(directory, device, dtype, on_device, chunk_size, there), available_bytes(device)
     if on_host:
@@ -118,8 +117,14 @@ def stored_tokens(plan: Plan, layers: Sequence[int], num_tokens: int, chunk_size
     dense = sum(layer in layers for layer in rule.budget.dense_layers)
     kept = max(rule.budget.limit(num_tokens), rule.budget.min_context)
     # a whole chunk is stored before eviction, which copies the tokens that are kept
-    sparse_tokens = min(num_tokens, 2 * (kept + chunk_size) + int(SUMMARY_SHARE * num_tokens))
+    sparse_tokens = min(num_tokens, 2 * (kept + chunk_size) + int(summary_share(DEVICE) * num_tokens))
     return (dense * num_tokens + (num_layers - dense) * sparse_tokens) // num_layers
+
+
+def summary_share(place: Placement) -> float:
+    """Return the size of page summaries over that of the keys and values they describe: of the default plan, whose
+    sketches take 19 bytes beside 256 at head_dim 64 and page size 16. Quest's bounds take a sixteenth."""
+    return 0.15 if dict(place.knobs).get("kv_dtype") == "int8" else 0.075
 
 
 def kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:

@@ -69,7 +69,7 @@ class NativeStep:
                            for each in cache.attentions),
          "its keys and values are not in pages that the core reads"),
         (lambda cache: any(each.store.num_rows != 1 or each.table is not cache.run.table for each in cache.attentions),
-         "its layers have not one table of one sequence"),
+         "its layers do not share the page table of one sequence"),
         (lambda cache: any(layer.valid is not None for layer in cache.layers), "it has padding"),
         (lambda cache: any(each.watches for each in cache.attentions), "{it.run.plan} observes each token"),
         (lambda cache: {*cache.attentions[0].store.kinds} - {BOUNDS, *SKETCHES},

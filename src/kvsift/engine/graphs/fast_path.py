@@ -52,7 +52,7 @@ class FastPath:
     """
 
     objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path
-        (lambda case: case.fast_path._path == "composed", "requested"),
+        (lambda case: case.fast_path.is_composed, "requested"),
         (lambda case: case.place.in_host_memory and not case.place.store.captures,
          "its keys and values are in host memory"),
         (lambda case: not case.place.store.captures, "placement={it.place.name} has no pools for captured steps"),
@@ -85,6 +85,11 @@ class FastPath:
     def name(self) -> str:
         """Name of the path in answers."""
         return "eager" if self._path == "eager" else "captured"
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether composed steps were asked for, by the modules of transformers."""
+        return self._path == "composed"
 
     @property
     def is_required(self) -> bool:

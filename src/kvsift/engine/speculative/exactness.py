@@ -25,8 +25,8 @@ EXACT_PLANS: Objections = (
 )  # fmt: skip
 EXACT_PLACES: Objections = (
     (lambda case: case.place.in_host_memory, "placement={it.place.name} is not supported. Leave it out."),
-    (lambda case: case.on_gpu and not case.runner.fast_path.enabled,
-     "on a GPU, drafts are verified in captured steps. Leave path out."),
+    (lambda case: case.runner.fast_path.is_composed,
+     "path='composed' has no pass that verifies drafts. Leave path out."),
     (lambda case: not case.runner.fast_path.enabled
      and not ((fused := case.runner.fast_path.fused(case.runner.model)) and fused.joins),
      "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, Mistral, "
