@@ -383,8 +383,8 @@ class Executor:
         free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        page_bytes = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place)
-        page_bytes *= 1 + summary_share(runner.place)
+        stored = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place)
+        page_bytes = stored * (1 + summary_share(runner.place))
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
         return int(FREE_SHARE * free / max(page_bytes, present, 1))
 

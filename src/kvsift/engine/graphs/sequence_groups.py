@@ -130,7 +130,7 @@ class LaunchedStep(NamedTuple):
 
     results: Tensor  # ``Slots.results``, on the host once the event has come
     event: torch.cuda.Event | None
-    seqs: Sequence[CapturedSequence]  # by slot
+    members: Sequence[CapturedSequence]  # by slot
     probes: Sequence[Probe]
 
 
@@ -195,7 +195,7 @@ class SequenceGroup(Group[CapturedSequence]):
         """One that joins waits for what was launched without it."""
         if not self._launched:
             return [list(seqs)]
-        present = [seq for seq in seqs if self._seqs[seq] in self._launched[0].seqs]
+        present = [seq for seq in seqs if self._seqs[seq] in self._launched[0].members]
         if not present:
             self.recall()
             return [list(seqs)]
@@ -243,50 +243,52 @@ class SequenceGroup(Group[CapturedSequence]):
             add_counts(kept, slots.layers, slots.over_bus)
         return kept
 
-    def _assign(self, seqs: Sequence[CapturedSequence]) -> None:
+    def _assign(self, members: Sequence[CapturedSequence]) -> None:
         started = perf_counter()
-        for seq in seqs:
-            seq.widen()
-        slots = self._slots = self._session.slots(len(seqs), [seq.rule for seq in seqs])
-        for seq in seqs:
-            self._prepare(seq, slots)
-        steps = max(seq.remaining for seq in seqs)
-        for step in {0} | {seq.dense_below - seq.written - 1 for seq in seqs}:  # where sequences become sparse
-            if running := [seq for seq in seqs if 0 <= step < seq.remaining]:
-                slots.prepare(self._kind(seqs, running, step))
-        slots.assign([_assignment(seq) for seq in seqs], steps)
-        self._by_slot, self._number, self._moves = list(seqs), 0, False
+        for member in members:
+            member.widen()
+        slots = self._slots = self._session.slots(len(members), [member.rule for member in members])
+        for member in members:
+            self._prepare(member, slots)
+        steps = max(member.remaining for member in members)
+        for step in {0} | {
+            member.dense_below - member.written - 1 for member in members
+        }:  # where sequences become sparse
+            if running := [member for member in members if 0 <= step < member.remaining]:
+                slots.prepare(self._kind(members, running, step))
+        slots.assign([_assignment(member) for member in members], steps)
+        self._by_slot, self._number, self._moves = list(members), 0, False
         self._buffers = [_host_buffer(slots.results) for _ in range(LAUNCHED_AHEAD + 1)]
         seconds = perf_counter() - started
         self.setup_s += seconds
         self._pause(seconds)
 
-    def _prepare(self, seq: CapturedSequence, slots: Slots) -> None:
-        seq.count_slot()
-        seq.sparse_mode, seq.dense_below = slots.sparse_mode(seq.rule), ALWAYS
-        if seq.rule is not None and not seq.stays_dense:
-            measured = self._session.dense_below(slots, seq.rule)
-            if not seq.budgets:  # else the guard has decided on a budget for which dense steps may be faster
+    def _prepare(self, member: CapturedSequence, slots: Slots) -> None:
+        member.count_slot()
+        member.sparse_mode, member.dense_below = slots.sparse_mode(member.rule), ALWAYS
+        if member.rule is not None and not member.stays_dense:
+            measured = self._session.dense_below(slots, member.rule)
+            if not member.budgets:  # else the guard has decided on a budget for which dense steps may be faster
                 self._dense_below = max(self._dense_below, measured)
-            seq.dense_below = max(measured, seq.rule.budget.min_context)
+            member.dense_below = max(measured, member.rule.budget.min_context)
 
     def _pause(self, seconds: float) -> None:
         """Let seconds be no part of the time of any token."""
-        for seq in self._by_slot:
-            seq.stats.probe_s += 0.0 if seq.done else seconds
+        for member in self._by_slot:
+            member.stats.probe_s += 0.0 if member.done else seconds
 
-    def _launch(self, seqs: Sequence[CapturedSequence]) -> None:
+    def _launch(self, members: Sequence[CapturedSequence]) -> None:
         slots = self._slots
         assert slots is not None
-        kind = self._kind(self._by_slot, seqs)
+        kind = self._kind(self._by_slot, members)
         if not slots.captured(kind):  # sequences have ended, and with them the other mode of a mixed step
             kind = kind._replace(mode="mixed")
-        for seq in seqs:
-            if seq.remaining > 0:
-                seq.widen()  # notes what was probed; a budget that grows has stopped the launches before
-            _follow_summaries(seq, kind)
-            seq.dense.append(seq.mode() == "dense")
-            seq.sparse_before.append(seq.sparse_steps)
+        for member in members:
+            if member.remaining > 0:
+                member.widen()  # notes what was probed; a budget that grows has stopped the launches before
+            _follow_summaries(member, kind)
+            member.dense.append(member.mode() == "dense")
+            member.sparse_before.append(member.sparse_steps)
         step = slots.run(kind, self._number)
         buffer, event = self._buffers[self._number % len(self._buffers)], None
         self._number += 1
@@ -298,7 +300,7 @@ class SequenceGroup(Group[CapturedSequence]):
         self._pause(seconds)
         self._launched.append(LaunchedStep(buffer, event, self._by_slot, probes))
 
-    def _read(self, seqs: Sequence[CapturedSequence]) -> list[int]:
+    def _read(self, members: Sequence[CapturedSequence]) -> list[int]:
         step = self._launched.popleft()
         if step.event is not None:
             step.event.synchronize()
@@ -307,42 +309,46 @@ class SequenceGroup(Group[CapturedSequence]):
                 probe.add()
         tokens, counted = tokens_of(step.results), step.results[2:].clone()
         read = []
-        for seq in seqs:
-            slot = step.seqs.index(seq)
-            seq.go_on(tokens[slot], counted[:, slot])
-            read.append(seq.token)
+        for member in members:
+            slot = step.members.index(member)
+            member.go_on(tokens[slot], counted[:, slot])
+            read.append(member.token)
         return read
 
-    def _kind(self, seqs: Sequence[CapturedSequence], running: Sequence[CapturedSequence], ahead: int = 0) -> StepKind:
+    def _kind(
+        self, members: Sequence[CapturedSequence], running: Sequence[CapturedSequence], ahead: int = 0
+    ) -> StepKind:
         """The step that these of the sequences need, so many steps from now."""
-        modes: set[StepMode] = {"mixed"} if self._session.steady else {seq.mode(ahead) for seq in running}
-        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(seq.sampling for seq in seqs))
+        modes: set[StepMode] = {"mixed"} if self._session.steady else {member.mode(ahead) for member in running}
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(member.sampling for member in members))
 
-    def _should_move(self, seqs: Sequence[CapturedSequence]) -> bool:
+    def _should_move(self, members: Sequence[CapturedSequence]) -> bool:
         """Return whether the sequences that are left move to fewer slots."""
-        if self._slots is None or not seqs or 2 * len(seqs) > self._slots.num_slots or self._session.steady:
+        if self._slots is None or not members or 2 * len(members) > self._slots.num_slots or self._session.steady:
             return False
-        steps, kind = max(seq.remaining for seq in seqs), self._kind(seqs, seqs)
-        rules = [seq.rule for seq in seqs]
-        return steps > 0 and (steps >= MOVE_STEPS or self._session.captured(len(seqs), rules, kind))
+        steps, kind = max(member.remaining for member in members), self._kind(members, members)
+        rules = [member.rule for member in members]
+        return steps > 0 and (steps >= MOVE_STEPS or self._session.captured(len(members), rules, kind))
 
 
-def _follow_summaries(seq: CapturedSequence, kind: StepKind) -> None:
+def _follow_summaries(member: CapturedSequence, kind: StepKind) -> None:
     """Note where summaries begin to be missing; write them before the first sparse step.
 
     Mixed steps write the summaries of all sequences, and so leave no gap behind a sequence that is dense in them.
     """
-    if seq.rule is None:
+    if member.rule is None:
         return
-    if kind.mode == "dense" and seq.stale_from is None:
-        seq.stale_from = seq.written
-    elif seq.mode() != "dense" and seq.stale_from is not None:
-        seq.write_summaries()
+    if kind.mode == "dense" and member.stale_from is None:
+        member.stale_from = member.written
+    elif member.mode() != "dense" and member.stale_from is not None:
+        member.write_summaries()
 
 
-def _assignment(seq: CapturedSequence) -> Assignment:
-    pages = seq.cache.table.planned(0)
-    return Assignment(pages, seq.written, seq.token, seq.sampling, seq.steps + 1, seq.rule, seq.dense_below)
+def _assignment(member: CapturedSequence) -> Assignment:
+    pages = member.cache.table.planned(0)
+    return Assignment(
+        pages, member.written, member.token, member.sampling, member.steps + 1, member.rule, member.dense_below
+    )
 
 
 def _host_buffer(results: Tensor) -> Tensor:
