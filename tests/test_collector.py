@@ -10,7 +10,8 @@ from kvsift.collector import collector_paused
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen() -> Iterator[None]:
-    """But by the test itself; ``conftest`` freezes what was collected."""
+    """But by the test itself; ``conftest`` freezes what was collected, and collects garbage from then on."""
+    assert gc.isenabled()
     gc.unfreeze()
     yield
     gc.freeze()
