@@ -50,6 +50,7 @@ def measured_crossover() -> Iterator[Callable[..., int]]:
         yield measured
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """No collection of garbage looks at the modules and tests that there are."""
     gc.freeze()

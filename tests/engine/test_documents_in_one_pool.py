@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from time import sleep
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
     path: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four threads; every answer is as alone, and some step decodes all of them."""
-    texts, count = [text_of(300), text_of(180), text_of(90)], 900 if path == "auto" else 60  # native steps are fast
+    texts, count = [text_of(300), text_of(180), text_of(90)], 300 if path == "auto" else 24
     options: dict[str, Any] = {"dense_below": 0, "path": path, "deterministic": True, "dtype": "float32"}
 
     def tasks(llm: LLM) -> list[Callable[[], list[int]]]:
@@ -59,9 +60,14 @@ def test_documents_a_chat_and_prompts_are_decoded_in_one_step(
     expected = [task() for task in tasks(LLM(llama, QUEST, **options))]
     llm, together, start = LLM(llama, QUEST, **options), list[int](), Barrier(4)
     step = Executor.decode_sequences
-    monkeypatch.setattr(
-        Executor, "decode_sequences", lambda executor, seqs: together.append(len(seqs)) or step(executor, seqs)
-    )
+
+    def watched(executor: Executor, seqs: Any) -> Any:
+        together.append(len(seqs))
+        if max(together) < 5:
+            sleep(0.005)  # or an answer ends before a thread of a busy machine has asked
+        return step(executor, seqs)
+
+    monkeypatch.setattr(Executor, "decode_sequences", watched)
 
     def run(task: Callable[[], list[int]]) -> list[int]:
         start.wait()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from refusals import refused
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from turns import in_turns
 
 import kvsift
 from kvsift.models.hf.rope import RopeLimits
@@ -37,8 +39,10 @@ def test_every_type_of_transformers_is_tested() -> None:
     assert set(KNOBS) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("kind", KNOBS)
+@pytest.mark.parametrize(
+    ("kind", "chunk_size"),
+    [*product(WITH_LENGTHS, CHUNKS), *in_turns([kind for kind in KNOBS if kind not in WITH_LENGTHS], CHUNKS)],
+)
 def test_a_prompt_in_chunks_is_answered_as_in_one_pass(kind: str, chunk_size: int) -> None:
     model, ids = tiny("Llama", **rope(kind)), prompt(LENGTH)
     stock = in_one_pass(model, ids, LENGTH)
@@ -182,10 +186,10 @@ def test_threads_with_sequences_of_different_lengths_do_not_share_a_rotation(kin
     model, lengths = tiny("Llama", **rope(kind)), (60, LENGTH, 100, 200)
     prompts = [prompt(length) for length in lengths]
 
-    def answer(ids: Tensor) -> list[Tensor]:
-        return [chunked(model, ids, 10, "dense", reserve=ids.shape[1]) for _ in range(3)]
+    def answer(ids: Tensor, times: int = 3) -> list[Tensor]:
+        return [chunked(model, ids, 10, "dense", reserve=ids.shape[1]) for _ in range(times)]
 
-    alone = [answer(ids)[0] for ids in prompts]
+    alone = [answer(ids, 1)[0] for ids in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         together: Sequence[list[Tensor]] = list(pool.map(answer, prompts))
     for answers, wanted in zip(together, alone):
