@@ -193,7 +193,6 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "real-tokens": tokens_for_target(FIDELITY, "fidelity"),
         "real-decode": decode_steps,
         "real-answers": answers("real-answers-h200"),
-        "real-answers-cpu": answers("real-answers-cpu"),
         "real-tuned": evaluated("real-tuned", fidelity_table, quality.DIVERGENCE),
         "real-long-answers": long_answers,
         "real-ruler": quality.grid(["real-ruler"], quality.by_task),
@@ -201,4 +200,5 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "real-methods": evaluated("real-methods", fidelity_table, quality.DIVERGENCE),
         "real-dense-layers": evaluated("real-dense-layers", fidelity_table, quality.DIVERGENCE),
     },
+    "results/real-answers-cpu/README.md": {"real-answers-cpu": answers("real-answers-cpu")},
 }

@@ -19,7 +19,7 @@ from kvsift_lab.bench import prefill as prefill_report
 from kvsift_lab.bench import serve as serve_report
 from kvsift_lab.bench.report import commit_of
 from kvsift_lab.docs.quality import result_of
-from kvsift_lab.eval.tables import quality_table
+from kvsift_lab.eval.tables import budget_table
 from kvsift_lab.numbers import table, tokens
 from kvsift_lab.studies.busy import busy_table, conditions
 from kvsift_lab.studies.chats import chats_table
@@ -283,7 +283,9 @@ def block_table(result: dict[str, Any]) -> str:
 
 def answers(*names: str) -> Render:
     """Return a block: exact match of evaluations with indexes."""
-    return lambda: "\n\n".join(quality_table(result_of(name)) for name in names)
+    return lambda: "\n\n".join(
+        budget_table(each, budget) for each in map(result_of, names) for budget in each["recipe"]["budgets"]
+    )
 
 
 def readme() -> str:

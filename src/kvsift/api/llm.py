@@ -78,8 +78,9 @@ class LLM(Engine):
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
             "offload:device_cache=4096" or "split:host_values=int8" (``plan.placement``).
-        deterministic: an answer has the same bits whatever is computed beside it, and ``exact=True`` can be asked for.
-            On a CPU that is always so; on a GPU a single sequence decodes slower, and prompts are read in small chunks.
+        deterministic: an answer has the same bits whatever is computed beside it, and ``exact=True`` can be asked for;
+            ``dense_below="auto"`` is 0. On a CPU both hold without it, the first where ``dense_below`` is a number. On
+            a GPU a single sequence decodes slower, and prompts are read in small chunks.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.

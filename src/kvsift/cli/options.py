@@ -83,7 +83,11 @@ ExactOption = Annotated[
 ]
 DeterministicOption = Annotated[
     bool,
-    typer.Option("--deterministic", help="Answers whose bits do not depend on others; --exact needs it on a GPU."),
+    typer.Option(
+        "--deterministic",
+        help="Answers whose bits do not depend on others; --exact turns it on, and kvsift serve needs it for exact "
+        "answers on a GPU.",
+    ),
 ]
 StopOption = Annotated[
     str | None,

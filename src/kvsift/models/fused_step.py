@@ -1,7 +1,7 @@
 """A decode step of a Llama-like decoder, in a handful of launches per layer and without the host.
 
 The weights are those of the transformers model. Everything that changes from step to step is on the device, so the
-step can be captured in a CUDA graph; the composed path through transformers is the specification.
+step can be captured in a CUDA graph; transformers' own modules (``path="composed"``) are the specification.
 """
 
 from __future__ import annotations
