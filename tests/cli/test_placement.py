@@ -30,7 +30,7 @@ def test_the_same_answer_comes_from_anywhere(run: Run, model: Path, text: Path) 
         (("--placement", "of"), "unknown placement 'of'"),
         (("--placement", "offload:device_cach=5"), "did you mean 'device_cache'?"),
         (("--placement", "device:host_values=int8"), "is an option of placement=split and placement=offload"),
-        (("--placement", "host", "--device", "cuda"), "device=cuda is none"),
+        (("--placement", "host", "--device", "cuda"), "not on cuda"),
         (("--kv-dtype", "int4"), "unknown kv_dtype 'int4'; did you mean 'int8'?"),
         (("--kv-dtype", "int8", "--placement", "split"), "Give device=cpu without a placement, or leave kv_dtype out."),
         (("--kv-dtype", "int8", "--plan", "h2o:budget=256:evict=true"), "keys and values are kept in 8 bits"),

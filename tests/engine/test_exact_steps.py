@@ -287,14 +287,13 @@ def test_a_context_is_cut_at_the_same_places_whatever_is_verified(llm: LLM, monk
 
 def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    for name in ("__call__", "gated"):
-        product = getattr(Projection, name)
+    product = Projection.__call__
 
-        def watched(*arguments: Any, product: Any = product, **options: Any) -> Any:
-            seen.append(options.get("steady"))
-            return product(*arguments, **options)
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.append(options.get("steady"))
+        return product(*arguments, **options)
 
-        monkeypatch.setattr(Projection, name, watched)
+    monkeypatch.setattr(Projection, "__call__", watched)
     ids = llm.generate(text_of(100), max_new_tokens=1).token_ids  # captured steps are kept
     seen.clear()
     fresh = open_llm(Path(llm.directory.path), llm.fast_path.name)
