@@ -52,14 +52,8 @@ def measured_crossover() -> Iterator[Callable[..., int]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """No collection of garbage looks at the modules and tests that there are."""
-    gc.freeze()
+    """Collect garbage from here on. What is imported is not frozen: full collections would come far more often."""
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """What Triton leaves is collected at the end, or it complains of leaks."""
-    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

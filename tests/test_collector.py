@@ -10,11 +10,11 @@ from kvsift.collector import collector_paused
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen() -> Iterator[None]:
-    """But by the test itself; ``conftest`` freezes what was collected, and collects garbage from then on."""
+    """But by the test itself; ``conftest`` lets garbage be collected while tests run."""
     assert gc.isenabled()
     gc.unfreeze()
     yield
-    gc.freeze()
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
