@@ -191,3 +191,10 @@ def test_installed_packages_add_methods_and_may_not_replace_ours(
     finally:
         monkeypatch.undo()
         catalogue.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if "chunk" in method_class(name).__dataclass_fields__])
+@pytest.mark.parametrize("chunk", [0, -128, 2.5])
+def test_chunks_have_limits_in_methods_with_a_default_of_their_own_too(name: str, chunk: float) -> None:
+    with refused(f"invalid_value: chunk={chunk}"):
+        method_class(name)(chunk=chunk)

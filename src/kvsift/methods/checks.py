@@ -73,13 +73,14 @@ def knob(default: Any, least: int | None = None, most: int | None = None, *, als
 
 
 def of_knobs(method: Any) -> None:
-    """Check the knobs of a method that are declared by ``knob``."""
+    """Check the knobs of a method that are declared by ``knob``; a class that gives one another default keeps its
+    limits."""
     for each in fields(method):
-        value = getattr(method, each.name)
-        if "limits" not in each.metadata or (value is None and each.default is None):
+        value, declared = getattr(method, each.name), _declared(type(method), each.name)  # type: ignore[arg-type]
+        if declared is None or (value is None and each.default is None):
             continue
-        least, most, also = each.metadata["limits"]
-        if each.metadata["is_share"]:
+        least, most, also = declared["limits"]
+        if declared["is_share"]:
             share(each.name, value)
         elif least is not None:
             if value not in also:
@@ -88,6 +89,14 @@ def of_knobs(method: Any) -> None:
             flag(each.name, value)
         else:
             one_of(each.name, value, *_words(type(method), each.name))  # type: ignore[arg-type]
+
+
+@cache
+def _declared(cls: type, name: str) -> Mapping[str, Any] | None:
+    """What ``knob`` said of a field where it was last declared by it."""
+    found = (vars(base).get("__dataclass_fields__", {}).get(name) for base in cls.__mro__)
+    declared = (each.metadata for each in found if each is not None and "limits" in each.metadata)
+    return next(declared, None)
 
 
 @cache

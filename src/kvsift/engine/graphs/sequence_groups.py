@@ -251,9 +251,8 @@ class SequenceGroup(Group[CapturedSequence]):
         for member in members:
             self._prepare(member, slots)
         steps = max(member.remaining for member in members)
-        for step in {0} | {
-            member.dense_below - member.written - 1 for member in members
-        }:  # where sequences become sparse
+        become_sparse = {member.dense_below - member.written - 1 for member in members}
+        for step in {0} | become_sparse:
             if running := [member for member in members if 0 <= step < member.remaining]:
                 slots.prepare(self._kind(members, running, step))
         slots.assign([_assignment(member) for member in members], steps)
