@@ -24,6 +24,7 @@ SHAPES = [  # (rows, out, in)
     (1, 128256, 1024),  # as many tiles as a block has room for
     (3, 6144, 4096),
     (4, 77, 1024),
+    (4, 4096, 14336),  # fewer stages, for the room of the rows
 ]
 
 

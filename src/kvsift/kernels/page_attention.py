@@ -8,15 +8,16 @@ counts and lengths are read on the device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
+from kvsift.kernels.listed_attention import listed_attention_cuda, listed_launch_runs, listed_members
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.split_attention import attend_split
+from kvsift.kernels.split_attention import SplitSpace, attend_split
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
 
@@ -27,26 +28,11 @@ MOST_SPLITS = 1024  # of a row: merged as one tile, which Triton limits to 2^20 
 LOG2E = 1.4426950408889634
 
 
-class SplitSpace(NamedTuple):
-    """Workspace for the parts of the splits. One launch at a time may use it, and leaves ``arrived`` zero."""
-
-    parts: Tensor  # float32 [rows, splits, record]
-    arrived: Tensor  # int32 [rows], zero
-
-    @classmethod
-    def make(cls, rows: int, splits: int, group: int, head_dim: int, device: torch.device) -> SplitSpace:
-        """Workspace of ``splits`` splits, records of estimates included."""
-        record = -(-(group * head_dim + 2 * group + 1) // 32) * 32
-        return cls(
-            torch.empty(rows, splits, record, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
-        )
-
-
 def page_attention(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None, heads: Tensor | None = None,
+    unit_size: int | None = None, heads: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query per sequence.
 
@@ -67,15 +53,27 @@ def page_attention(
         out: written where a sequence is attended; a new one by default.
         unit_size: tokens per unit of the lists, a divisor of the page size; a page by default.
         heads: int32 [num_kv_heads or num_query_heads], whose list each head attends; its own by default.
+        early: attention over lists may start while the kernel before is still running, which then must not write lists,
+            the table, or keys and values of any token but the last.
 
     Returns:
         [batch, num_query_heads, head_dim] in the dtype of ``queries``.
     """
+    how: dict[str, Any] = {
+        "scale": scale, "softcap": softcap, "sink_logit": sink_logit, "space": space, "visible": visible,
+        "dense_below": dense_below, "out": out, "unit_size": unit_size, "heads": heads,
+    }  # fmt: skip
+    if units is not None and counts is not None and listed_launch_runs(queries, kv, units, unit_size or kv.page_size):
+        return listed_attention_cuda(queries, kv, units, counts, early=early, **how)
     run = page_attention_triton if runs_on_triton(queries) else page_attention_reference
-    return run(
-        queries, kv, units, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, space=space, visible=visible,
-        dense_below=dense_below, out=out, unit_size=unit_size, heads=heads,
-    )  # fmt: skip
+    return run(queries, kv, units, counts, **how)
+
+
+def list_splits(queries: Tensor, kv: PagedKV, units: Tensor, unit_size: int) -> int:
+    """Return the splits of a workspace for lists, which are as many as ``page_attention`` makes."""
+    if listed_launch_runs(queries, kv, units, unit_size):
+        return listed_members(kv)
+    return split_count(kv, units.shape[2], kv.batch * units.shape[1], unit_size)
 
 
 def page_attention_reference(

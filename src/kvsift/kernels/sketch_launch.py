@@ -16,7 +16,7 @@ from kvsift.native.sketch_format import SketchLayout
 SOURCES = tuple(
     f"sift/{name}.cu"
     for name in (
-        "primitives", "sketch_common", "attention", "merge", "sketch_weights", "sketch_choice", "sketch_rest",
+        "primitives", "sketch_common", "attention", "gather", "merge", "sketch_weights", "sketch_choice", "sketch_rest",
         "sketch_step",
     )
 )  # fmt: skip

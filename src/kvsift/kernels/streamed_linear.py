@@ -18,8 +18,9 @@ from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 
 MAX_ROWS = 4  # more take too much shared memory
-# outputs of a tile; warps of a block, and their stages by bits, of 16 settings the fastest for one row on an H100. Two
-# blocks on one processor are slower: a kernel that is launched early has two on some then, and none on others.
+# outputs of a tile; warps of a block, and their stages by bits, of 16 settings the fastest for one row on an H100; one
+# less where shared memory is needed for rows. Two blocks on one processor are slower: a kernel that is launched early
+# has two on some then, and none on others.
 OUTS, WARPS, STAGES = 16, 16, {8: 4, 4: 3}
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
 
@@ -92,10 +93,10 @@ def streamed_linear(
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
         scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps,
     )  # fmt: skip
-    kernel = _kernel(weight, x.dtype, x.device.index or 0)
     grid = _grid(weight, x)
     assert grid is not None
-    blocks, shared_bytes = grid
+    blocks, stages, shared_bytes = grid
+    kernel = _kernel(weight, x.dtype, stages, x.device.index or 0)
     kernel.launch(blocks, given, early=pdl, shared_bytes=shared_bytes)
     return out
 
@@ -104,17 +105,21 @@ def _tiles(weight: ScaledWeight | Int4Weight) -> int:
     return -(-weight.shape[0] // OUTS)
 
 
-def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> tuple[int, int] | None:
-    """Return the blocks of a launch, one per processor, and the bytes of shared memory that each needs; None if it has
-    too few."""
+def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> tuple[int, int, int] | None:
+    """Return the blocks of a launch, one per processor, the stages of a warp, and the bytes of shared memory that each
+    block needs; None if it has too few."""
     rows, num_in = x.shape
     stage = OUTS * 128  # bytes of weights, and of scales and zero points of 256 codes
     if isinstance(weight, Int4Weight):
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))
     blocks = min(_tiles(weight), _processors(x.device))
     sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
-    shared = WARPS * STAGES[_bits(weight)] * stage + rows * (num_in + 8) * 2 + sums
-    return (blocks, shared) if shared <= SHARED_BYTES else None
+    most = STAGES[_bits(weight)]
+    for stages in (most, most - 1):
+        shared = WARPS * stages * stage + rows * (num_in + 8) * 2 + sums
+        if shared <= SHARED_BYTES:
+            return blocks, stages, shared
+    return None
 
 
 def _bits(weight: ScaledWeight | Int4Weight) -> int:
@@ -126,10 +131,10 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, device: int) -> Kernel:
+def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, stages: int, device: int) -> Kernel:
     bits, scales = _bits(weight), weight.scales.dtype
     defines = {
-        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": STAGES[bits],
+        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages,
         "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
         "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
     }  # fmt: skip
