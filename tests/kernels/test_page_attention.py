@@ -11,12 +11,12 @@ from torch import Tensor
 
 import kvsift.kernels.page_attention as module
 from kvsift.kernels.page_attention import (
+    SplitSpace,
     page_attention,
     page_attention_reference,
     page_attention_triton,
     split_count,
 )
-from kvsift.kernels.split_attention import SplitSpace
 
 SHAPES = [  # (KV heads, group, head_dim, page_size)
     (2, 1, 16, 8),  # no grouping

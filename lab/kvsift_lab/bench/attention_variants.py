@@ -16,14 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift.errors import InvalidValue, MissingPackage, NotEnoughMemory
 from kvsift.kernels import sketch_launch
-from kvsift.kernels.page_attention import page_attention, split_count
+from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.score_pages import score_pages
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.kernels.sketch_attention import sketch_attention
-from kvsift.kernels.split_attention import SplitSpace
 from kvsift.kernels.top_pages import visible_pages
 from kvsift.layer.paged_decode import list_capacity, page_spans
 from kvsift.plan.budget import Budget

@@ -43,10 +43,11 @@ class Kernel:
         self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
 
     def launch(
-        self, blocks: int, arguments: ctypes.Structure, *, early: bool = False, shared_bytes: int | None = None
-    ) -> None:
-        """Queue on torch's current stream; ``early`` may start it while the kernel before is still running, and
-        ``shared_bytes`` are fewer than the most."""
+        self, blocks: int, arguments: ctypes.Structure, *, early: bool = False, shared_bytes: int | None = None,
+        cluster: int = 1,
+    ) -> None:  # fmt: skip
+        """Queue on torch's current stream; ``early`` may start it while the kernel before is still running,
+        ``shared_bytes`` are fewer than the most, and ``cluster`` neighbouring blocks read each other's."""
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
@@ -54,11 +55,17 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared_bytes if shared_bytes is None else shared_bytes
         config.hStream = torch.cuda.current_stream().cuda_stream
+        attributes = []
         if early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if cluster > 1:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 

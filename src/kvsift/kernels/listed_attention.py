@@ -1,7 +1,7 @@
 """Attention over lists that another layer has chosen, in one launch of CUDA C++ (``sift/listed_step.cu``).
 
 It takes the place of ``page_attention``'s Triton kernel on Hopper and later GPUs: keys and values of listed tokens are
-on their way before the kernel in front has ended, and the kernel behind may start while tokens are attended.
+on their way before the kernel in front has ended, and the blocks of a row merge their parts without a trip to memory.
 """
 
 from __future__ import annotations
@@ -13,87 +13,82 @@ from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.split_attention import SplitSpace
 
-PARTS = ("primitives", "listed_common", "attention", "gather", "merge", "listed_step")
+PARTS = ("primitives", "copies", "listed_common", "attention", "merge", "listed_step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
-WARPS, UNIT = 8, 8  # of a block: two fit a multiprocessor, or one and a product; tokens a warp attends together
+WARPS, STAGES = 8, 2  # of a block: one fits a multiprocessor beside a product that is launched early
+UNIT = 8  # tokens a warp attends together
+MOST_MEMBERS = 8  # blocks of a cluster, on every GPU
 MOST_SHARED = 200 << 10  # bytes
 
 _ListedArguments = arguments(
-    "queries keys values table lengths lists counts heads out parts arrived visible sink dense_below",
+    "queries keys values table lengths lists counts heads out visible sink dense_below",
     "key_head key_page key_token value_head value_page value_token",
-    "max_pages num_kv_heads members capacity share",
+    "max_pages num_kv_heads capacity share",
     "scale softcap",
 )
 
 
 def listed_launch_runs(queries: Tensor, kv: PagedKV, units: Tensor, unit_size: int) -> bool:
     """Return whether ``listed_attention_cuda`` takes these shapes."""
-    group = queries.shape[1] // kv.num_kv_heads
     return (
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
         and kv.read_in_launches_of(queries.dtype)
         and kv.head_dim in (64, 128)
         and units.shape[1] == kv.num_kv_heads
-        and group <= 8
+        and queries.shape[1] <= 8 * kv.num_kv_heads
         and units.stride()[1:] == (units.shape[2], 1)
         and have_nvrtc()
-        and _shared_bytes(kv, group, units.shape[2] * unit_size, listed_members(kv)) <= MOST_SHARED
+        and _shared_bytes(kv, _share(kv, units.shape[2] * unit_size)) <= MOST_SHARED
     )
-
-
-def listed_members(kv: PagedKV) -> int:
-    """Return the blocks that share a row: as many as fill the device."""
-    processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
-    return max(1, processors // (kv.batch * kv.num_kv_heads))
 
 
 def listed_attention_cuda(
     queries: Tensor, kv: PagedKV, units: Tensor, counts: Tensor, *, scale: float, softcap: float | None = None,
-    sink_logit: Tensor | None = None, space: SplitSpace | None = None, visible: Tensor | None = None,
-    dense_below: Tensor | None = None, out: Tensor | None = None, unit_size: int | None = None,
-    heads: Tensor | None = None, early: bool = False,
+    sink_logit: Tensor | None = None, visible: Tensor | None = None, dense_below: Tensor | None = None,
+    out: Tensor | None = None, unit_size: int | None = None, heads: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``page_attention`` over lists of KV heads, where ``listed_launch_runs``; their last unit holds the last token."""
-    group, unit_size = queries.shape[1] // kv.num_kv_heads, unit_size or kv.page_size
-    if space is None:
-        rows = kv.batch * kv.num_kv_heads
-        space = SplitSpace.make(rows, listed_members(kv), group, kv.head_dim, queries.device)
-    _, members, record = space.parts.shape
+    """``page_attention`` over lists of KV heads, where ``listed_launch_runs``; the last unit of a list holds the
+    sequence's last token."""
+    unit_size = unit_size or kv.page_size
     sink_logit = None if sink_logit is None else sink_logit.float()
     queries = queries.contiguous()
     out = torch.empty_like(queries) if out is None else out
     tensors = (
-        queries, kv.keys, kv.values, kv.table, kv.lengths, units, counts, heads, out, *space, visible, sink_logit,
-        dense_below,
+        queries, kv.keys, kv.values, kv.table, kv.lengths, units, counts, heads, out, visible, sink_logit, dense_below,
     )  # fmt: skip
     strides = (stride * pool.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3])
-    share = _share(units.shape[2] * unit_size, members)
+    members, share = _members(kv), _share(kv, units.shape[2] * unit_size)
     given = _ListedArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors), *strides,
-        kv.table.shape[1], kv.num_kv_heads, members, units.shape[2], share, scale, softcap or 0.0,
+        kv.table.shape[1], kv.num_kv_heads, units.shape[2], share, scale, softcap or 0.0,
     )  # fmt: skip
     defines = {
-        "G": group, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
+        "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
         "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": WARPS,
-        "MORE": record - group * (kv.head_dim + 2) - 1, "CAPPED": int(softcap is not None),
+        "STAGES": STAGES, "MEMBERS": members, "MORE": 0, "CAPPED": int(softcap is not None),
         "SINK": int(sink_logit is not None), "ARGUMENT_BYTES": ctypes.sizeof(_ListedArguments),
     }  # fmt: skip
     kernel: Kernel = compile_kernel(
         SOURCES, "listed", tuple(defines.items()), WARPS * 32, MOST_SHARED, queries.device.index or 0
     )
-    shared_bytes = _shared_bytes(kv, group, units.shape[2] * unit_size, members)
-    kernel.launch(kv.batch * kv.num_kv_heads * members, given, early=early, shared_bytes=shared_bytes)
+    blocks = kv.batch * kv.num_kv_heads * members
+    kernel.launch(blocks, given, early=early, shared_bytes=_shared_bytes(kv, share), cluster=members)
     return out
 
 
-def _share(tokens: int, members: int) -> int:
-    """The most tokens of a member, of a list of ``tokens`` at most."""
-    return -(-tokens // (UNIT * members)) * UNIT
+def _members(kv: PagedKV) -> int:
+    """Return the blocks that share a row, a power of two: as many as the device has room for."""
+    processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
+    room = max(1, processors // (kv.batch * kv.num_kv_heads))
+    return min(MOST_MEMBERS, 1 << room.bit_length() - 1)
 
 
-def _shared_bytes(kv: PagedKV, group: int, tokens: int, members: int) -> int:
-    part = -(-(group * (kv.head_dim + 2)) // 4) * 4
-    return 8 * _share(tokens, members) + 4 * (WARPS * part + group * max(WARPS, members))
+def _share(kv: PagedKV, tokens: int) -> int:
+    """Return the most tokens of a member, of a list of ``tokens`` at most."""
+    return -(-tokens // (UNIT * _members(kv))) * UNIT
+
+
+def _shared_bytes(kv: PagedKV, share: int) -> int:
+    return WARPS * STAGES * UNIT * 2 * kv.head_dim * kv.keys.element_size() + 8 * share

@@ -8,16 +8,16 @@ counts and lengths are read on the device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
-from kvsift.kernels.listed_attention import listed_attention_cuda, listed_launch_runs, listed_members
+from kvsift.kernels.listed_attention import listed_attention_cuda, listed_launch_runs
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.split_attention import SplitSpace, attend_split
+from kvsift.kernels.split_attention import attend_split
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
 
@@ -26,6 +26,21 @@ TILE_BYTES = 32 << 10  # of keys at most: with the values and a stage ahead it f
 SPLIT_TOKENS = 128  # of a list: small enough that a budget of 2048 keeps a whole H200 busy
 MOST_SPLITS = 1024  # of a row: merged as one tile, which Triton limits to 2^20 numbers
 LOG2E = 1.4426950408889634
+
+
+class SplitSpace(NamedTuple):
+    """Workspace for the parts of the splits. One launch at a time may use it, and leaves ``arrived`` zero."""
+
+    parts: Tensor  # float32 [rows, splits, record]
+    arrived: Tensor  # int32 [rows], zero
+
+    @classmethod
+    def make(cls, rows: int, splits: int, group: int, head_dim: int, device: torch.device) -> SplitSpace:
+        """Workspace of ``splits`` splits, records of estimates included."""
+        record = -(-(group * head_dim + 2 * group + 1) // 32) * 32
+        return cls(
+            torch.empty(rows, splits, record, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+        )
 
 
 def page_attention(
@@ -45,7 +60,7 @@ def page_attention(
         scale: factor of q.k.
         softcap: logit = softcap * tanh(logit / softcap).
         sink_logit: [num_query_heads], a learned extra logit whose value is zero.
-        space: kept between launches (CUDA graphs); made here by default.
+        space: of the Triton kernel, kept between launches (CUDA graphs); made here by default.
         visible: int64 [batch], to which each sequence's visible tokens are added, summed over its rows of lists (of KV
             heads, without).
         dense_below: int32 [batch], lengths below which a sequence is dense. Only dense sequences are attended without
@@ -54,26 +69,19 @@ def page_attention(
         unit_size: tokens per unit of the lists, a divisor of the page size; a page by default.
         heads: int32 [num_kv_heads or num_query_heads], whose list each head attends; its own by default.
         early: attention over lists may start while the kernel before is still running, which then must not write lists,
-            the table, or keys and values of any token but the last.
+            the table, or keys and values of any token but the last of each sequence.
 
     Returns:
         [batch, num_query_heads, head_dim] in the dtype of ``queries``.
     """
     how: dict[str, Any] = {
-        "scale": scale, "softcap": softcap, "sink_logit": sink_logit, "space": space, "visible": visible,
-        "dense_below": dense_below, "out": out, "unit_size": unit_size, "heads": heads,
+        "scale": scale, "softcap": softcap, "sink_logit": sink_logit, "visible": visible, "dense_below": dense_below,
+        "out": out, "unit_size": unit_size, "heads": heads,
     }  # fmt: skip
     if units is not None and counts is not None and listed_launch_runs(queries, kv, units, unit_size or kv.page_size):
         return listed_attention_cuda(queries, kv, units, counts, early=early, **how)
     run = page_attention_triton if runs_on_triton(queries) else page_attention_reference
-    return run(queries, kv, units, counts, **how)
-
-
-def list_splits(queries: Tensor, kv: PagedKV, units: Tensor, unit_size: int) -> int:
-    """Return the splits of a workspace for lists, which are as many as ``page_attention`` makes."""
-    if listed_launch_runs(queries, kv, units, unit_size):
-        return listed_members(kv)
-    return split_count(kv, units.shape[2], kv.batch * units.shape[1], unit_size)
+    return run(queries, kv, units, counts, space=space, **how)
 
 
 def page_attention_reference(

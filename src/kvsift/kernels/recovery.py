@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.page_attention import (
+    SplitSpace,
     listed_tokens,
     masked_part,
     page_attention_triton,
     split_count,
 )
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.split_attention import SplitSpace
 from kvsift.kernels.triton_shim import runs_on_triton
 
 

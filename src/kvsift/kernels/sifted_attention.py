@@ -21,7 +21,7 @@ from kvsift.kernels.score_pages import score_pages
 from kvsift.kernels.top_pages import visible_pages
 from kvsift.kernels.triton_shim import power_of_two
 
-PARTS = ("primitives", "common", "scores", "choice", "attention", "pages", "merge", "step")
+PARTS = ("primitives", "copies", "common", "scores", "choice", "attention", "pages", "merge", "members", "step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
 WARPS, STAGES, STAGE_BYTES = 16, 3, 4096  # one block takes a whole multiprocessor
 FEWEST_KEYS, KEYS = 2048, 8192  # scores compared at once, as few as do; more pages are cut to the best groups first

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvsift.kernels import sketch_twins as twins
 from kvsift.kernels.merge import merge_reference, with_sink_logit
 from kvsift.kernels.page_attention import (
+    SplitSpace,
     listed_tokens,
     logit_factors,
     masked_part,
@@ -27,7 +28,7 @@ from kvsift.kernels.page_attention import (
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, random_rotation, unpack
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
-from kvsift.kernels.split_attention import ESTIMATED_WHOLE, SplitSpace
+from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
 from kvsift.kernels.triton_shim import power_of_two, runs_on_triton, triton
 from kvsift.types import Part

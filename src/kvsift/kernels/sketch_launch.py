@@ -16,8 +16,8 @@ from kvsift.native.sketch_format import SketchLayout
 SOURCES = tuple(
     f"sift/{name}.cu"
     for name in (
-        "primitives", "sketch_common", "attention", "gather", "merge", "sketch_weights", "sketch_choice", "sketch_rest",
-        "sketch_step",
+        "primitives", "sketch_common", "attention", "merge", "members", "sketch_weights", "sketch_choice",
+        "sketch_rest", "sketch_step",
     )
 )  # fmt: skip
 WARPS = 16  # one block takes a whole multiprocessor

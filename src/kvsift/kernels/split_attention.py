@@ -7,30 +7,10 @@ splits a row may have some of estimates, which other kernels have written, of to
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
-
 from kvsift.kernels.triton_shim import constant, jit, tl
 
 ESTIMATED_WHOLE = float(1 << 32)  # all of a head's attention, as shares are added up
 WHOLE = constant(ESTIMATED_WHOLE)
-
-
-class SplitSpace(NamedTuple):
-    """Workspace for the parts of the splits. One launch at a time may use it, and leaves ``arrived`` zero."""
-
-    parts: Tensor  # float32 [rows, splits, record]
-    arrived: Tensor  # int32 [rows], zero
-
-    @classmethod
-    def make(cls, rows: int, splits: int, group: int, head_dim: int, device: torch.device) -> SplitSpace:
-        """Workspace of ``splits`` splits, records of estimates included."""
-        record = -(-(group * head_dim + 2 * group + 1) // 32) * 32
-        return cls(
-            torch.empty(rows, splits, record, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
-        )
 
 
 @jit

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from kvsift.kernels import sketch_launch
 from kvsift.kernels.block_attention import block_attention, new_parts
-from kvsift.kernels.page_attention import list_splits, page_attention, split_count
+from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
 from kvsift.kernels.paged import PagedKV, SpaceShape
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
-from kvsift.kernels.split_attention import SplitSpace
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.sketch import Sketch
@@ -285,14 +284,15 @@ class DecodeLayer:
         self, queries: Tensor, units: Tensor, counts: Tensor, early: bool, out: Tensor | None,
         dense_below: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        space, unit_size, kv = None, self.batch.unit_size, self._first(len(queries))
-        if kv.keys.is_cuda:
-            splits, group = list_splits(queries, kv, units, unit_size), self.shape.num_query_heads // units.shape[1]
-            sizes = (kv.batch * units.shape[1], splits, group, self.shape.head_dim, units.device)
+        space, unit_size, batch = None, self.batch.unit_size, len(queries)
+        if self.kv.keys.is_cuda:
+            rows = self.kv.batch * units.shape[1]
+            splits = split_count(self.kv, units.shape[2], rows, unit_size)
+            sizes = (rows, splits, self.shape.num_query_heads // units.shape[1], self.shape.head_dim, units.device)
             space = self.batch.space(SplitSpace.make, *sizes, key=sizes)
         return page_attention(
-            queries, kv, units, counts, space=space, visible=self.visible[: kv.batch], dense_below=dense_below, out=out,
-            unit_size=unit_size, heads=self._heads, early=early, **self._logits,
+            queries, self._first(batch), units, counts, space=space, visible=self.visible[:batch],
+            dense_below=dense_below, out=out, unit_size=unit_size, heads=self._heads, early=early, **self._logits,
         )  # fmt: skip
 
     def _attend_dense(

@@ -64,23 +64,6 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint4 &f, u32 f
         : "r"(f.x), "r"(f.y), "r"(f.z), "r"(f.w), "r"(first), "r"(second));
 }
 
-__device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-__device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
-                 : "memory");
-}
-__device__ __forceinline__ void copy_packed(u32 to, const void *from, u64 policy) {
-    if (sizeof(Packed) == 16) copy16(to, from, policy);
-    else
-        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "l"(policy)
-                     : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_for_all_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-    __syncwarp();
-}
-
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

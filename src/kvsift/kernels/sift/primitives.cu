@@ -95,29 +95,3 @@ __device__ __forceinline__ u32 sum_before(const u32 *of_warp) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     return __reduce_add_sync(~0u, lane < warp ? of_warp[lane] : 0);
 }
-
-// Waits until every member of a row has come here, `flag` being zero before the first; all they wrote is then seen.
-__device__ __forceinline__ void wait_for_members(u32 *flag, int members) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 seen;
-        __threadfence();  // for the whole block: the barrier came before
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
-        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-        while (seen < members);
-    }
-    __syncthreads();
-}
-
-// Whether this block is the last member of its row to come here.
-__device__ __forceinline__ bool last_of_members(u32 *flag, int members, u32 &word) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 before;
-        __threadfence();
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(flag) : "memory");
-        word = before;
-    }
-    __syncthreads();
-    return word == members - 1;
-}

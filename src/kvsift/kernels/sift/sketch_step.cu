@@ -26,6 +26,48 @@ __device__ __forceinline__ int list_ends(
     return listed + end - begin;
 }
 
+// Keys and values of the tokens that this member attends, eight at a time.
+struct Gather {
+    static constexpr int AHEAD = G <= 4 ? 2 * TOKEN_STEPS : TOKEN_STEPS;  // what registers have room for
+    const Arguments &a;
+    const Arrays &arrays;
+    int listed, unit;
+    const char *keys, *values;
+    Packed rows[AHEAD];
+
+    __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
+        : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
+        int part = (threadIdx.x & 31) % TOKEN_LANES * sizeof(Packed);
+        keys = (const char *)a.keys + head * a.key_head + part;
+        values = (const char *)a.values + head * a.value_head + part;
+        if (unit < listed) request();
+    }
+
+    __device__ __forceinline__ Packed load(int i) const {
+        int at = min(unit + i % TOKEN_STEPS * TOKENS_AT_ONCE + (threadIdx.x & 31) / TOKEN_LANES, listed - 1);
+        int within = arrays.listed[at] % PAGE;
+        i64 page = arrays.physical[at];
+        return __ldcs((const Packed *)(i < TOKEN_STEPS ? keys + page * a.key_page + within * a.key_token
+                                                       : values + page * a.value_page + within * a.value_token));
+    }
+
+    __device__ __forceinline__ void request() {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) rows[i] = load(i);
+    }
+
+    __device__ __forceinline__ void attend(const Shared &s, Softmax &softmax) {
+#pragma unroll 1
+        while (unit < listed) {
+            softmax.add(s.queries, min(UNIT, listed - unit), a.softcap, [&](int i) {
+                return i < AHEAD ? rows[i % AHEAD] : load(i);
+            });
+            unit += WARPS * UNIT;
+            if (unit < listed) request();
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char dynamic[];
     __shared__ Shared s;
@@ -104,18 +146,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     listed = list_ends(a, arrays, batch, first, stop, ranks || chosen == 0 ? chosen : 0, held, listed, list);
     if (member == 0 && thread == 0) a.counts[row] = first + held - stop + (ranks || chosen == 0 ? chosen : 0);
     __syncthreads();
-    Gather gather(a, arrays.listed, arrays.physical, head, listed);
-    if (gather.holds()) gather.request();
+    Gather gather(a, arrays, head, listed);
     bool estimates = REST && ranks;
     if (estimates) add_rest(a, arrays, s, span, rows);
     gather.attend(s, softmax);
     __syncthreads();
 
-    leave_record(a, s, arrays.parts, softmax, warp == 0 ? listed : 0, estimates ? WARPS : 0);
+    float *record = a.parts + (i64)blockIdx.x * RECORD;
+    leave_record(record, s, arrays.parts, softmax, warp == 0 ? listed : 0, estimates ? WARPS : 0);
     if (estimates && thread < G) {
         float rest = 0.f;
         for (int w = 0; w < WARPS; ++w) rest += arrays.parts[w * PART + G * D + G + thread];
-        a.parts[(i64)blockIdx.x * RECORD + G * (D + 2) + 1 + thread] = rest;
+        record[G * (D + 2) + 1 + thread] = rest;
     }
     if (!last_of_members(a.flags + row * 4 + 2, a.members, s.word[3])) return;
     merge_records(a, s, arrays.parts, row);

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     }
     __syncthreads();
 
-    leave_record(a, s, (float *)rings, softmax, seen);
+    leave_record(a.parts + (i64)blockIdx.x * RECORD, s, (float *)rings, softmax, seen);
     if (!last_of_members(a.flags + row * 2 + 1, a.members, s.word[3])) return;
     merge_records(a, s, (float *)rings, row);
     if (thread == 0) a.flags[row * 2] = a.flags[row * 2 + 1] = 0;
