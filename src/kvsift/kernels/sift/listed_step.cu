@@ -10,7 +10,7 @@
 // else bfloat16), KV8 (keys and values of one byte per number), WARPS, STAGES, MEMBERS of a cluster, CAPPED, SINK.
 
 __device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ float of_member(const float *at, int member) {  // what lies there in its shared memory
     u32 address = shared_address(at);
