@@ -89,14 +89,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(con
     // The newest token may not be written yet.
     bool ends = items && begin + held == tokens && (warp + (items - 1) * WARPS + 1) * UNIT >= held;
     int newest = ends ? items - 1 : items;
-#pragma unroll 1
-    for (int i = 0; i < min(STAGES, items); ++i)
-        if (i != newest) request(i);
+    int ready = min(STAGES, newest), stages = min(STAGES, items);
+#pragma unroll 1  // of requests outside loops, and in unrolled ones, ptxas 13.0 makes illegal instructions
+    for (int i = 0; i < ready; ++i) request(i);
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
     for (int i = thread; i < G * D; i += THREADS) s.queries[i] = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
-    if (newest < min(STAGES, items)) request(newest);
+#pragma unroll 1
+    for (int i = ready; i < stages; ++i) request(i);
     commit();
     __syncthreads();
     Softmax softmax;
