@@ -79,9 +79,9 @@ def listed_attention_cuda(
 
 
 def _members(kv: PagedKV) -> int:
-    """Return the blocks that share a row, a power of two: as many as the device has room for."""
+    """Return the blocks that share a row, a power of two: two per multiprocessor at most."""
     processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
-    room = max(1, processors // (kv.batch * kv.num_kv_heads))
+    room = max(1, 2 * processors // (kv.batch * kv.num_kv_heads))
     return min(MOST_MEMBERS, 1 << room.bit_length() - 1)
 
 
