@@ -17,11 +17,12 @@ from kvsift.kernels.paged import PagedKV
 
 PARTS = ("primitives", "copies", "listed_common", "attention", "merge", "listed_step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
-FEWEST, WARPS = 8, 16  # warps of a block: so few that one fits a multiprocessor beside a product that starts early
+WARPS = 8  # of a block: one fits a multiprocessor beside a product that is launched early
 UNIT = 8  # tokens a warp attends together
 MOST_STAGES = 3  # of a warp's units, under way together
+MOST_TOKENS = 256  # of a block: with more, Triton's matrix products are faster
 MOST_MEMBERS = 8  # blocks of a cluster, on every GPU
-MOST_SHARED = 200 << 10  # bytes
+MOST_SHARED = 100 << 10  # bytes
 
 _ListedArguments = arguments(
     "queries keys values table lengths lists counts heads out visible sink dense_below",
@@ -42,7 +43,7 @@ def listed_launch_runs(queries: Tensor, kv: PagedKV, units: Tensor, unit_size: i
         and queries.shape[1] <= 8 * kv.num_kv_heads
         and units.stride()[1:] == (units.shape[2], 1)
         and have_nvrtc()
-        and _Form.of(queries, kv, units.shape[2] * unit_size).shared_bytes <= MOST_SHARED
+        and _Form.of(kv, units.shape[2] * unit_size).share <= MOST_TOKENS
     )
 
 
@@ -61,19 +62,19 @@ def listed_attention_cuda(
         queries, kv.keys, kv.values, kv.table, kv.lengths, units, counts, heads, out, visible, sink_logit, dense_below,
     )  # fmt: skip
     strides = (stride * pool.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3])
-    form = _Form.of(queries, kv, units.shape[2] * unit_size)
+    form = _Form.of(kv, units.shape[2] * unit_size)
     given = _ListedArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors), *strides,
         kv.table.shape[1], kv.num_kv_heads, units.shape[2], form.share, scale, softcap or 0.0,
     )  # fmt: skip
     defines = {
         "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
-        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": form.warps,
+        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": WARPS,
         "STAGES": form.stages, "MEMBERS": form.members, "MORE": 0, "CAPPED": int(softcap is not None),
         "SINK": int(sink_logit is not None), "ARGUMENT_BYTES": ctypes.sizeof(_ListedArguments),
     }  # fmt: skip
     kernel: Kernel = compile_kernel(
-        SOURCES, "listed", tuple(defines.items()), form.warps * 32, MOST_SHARED, queries.device.index or 0
+        SOURCES, "listed", tuple(defines.items()), WARPS * 32, MOST_SHARED, queries.device.index or 0
     )
     blocks = kv.batch * kv.num_kv_heads * form.members
     kernel.launch(blocks, given, early=early, shared_bytes=form.shared_bytes, cluster=form.members)
@@ -85,18 +86,15 @@ class _Form(NamedTuple):
 
     members: int  # blocks that share a row, a power of two: one per multiprocessor, if there are few rows
     share: int  # most tokens of a member
-    warps: int  # of a block
     stages: int  # of a warp
     shared_bytes: int  # of a block
 
     @classmethod
-    def of(cls, queries: Tensor, kv: PagedKV, tokens: int) -> _Form:
+    def of(cls, kv: PagedKV, tokens: int) -> _Form:
         processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
         room = max(1, processors // (kv.batch * kv.num_kv_heads))
         members = min(MOST_MEMBERS, 1 << room.bit_length() - 1)
         share = -(-tokens // (UNIT * members)) * UNIT
-        many = share > 2 * FEWEST * UNIT and queries.shape[1] <= 4 * kv.num_kv_heads  # registers allow no more
-        warps = WARPS if many else FEWEST
-        stages = max(2, min(MOST_STAGES, share // (warps * UNIT)))
-        rings = warps * stages * UNIT * 2 * kv.head_dim * kv.keys.element_size()
-        return cls(members, share, warps, stages, rings + 8 * share)
+        stages = max(2, min(MOST_STAGES, share // (WARPS * UNIT)))
+        rings = WARPS * stages * UNIT * 2 * kv.head_dim * kv.keys.element_size()
+        return cls(members, share, stages, rings + 8 * share)

@@ -45,7 +45,7 @@ __device__ __forceinline__ void merge_cluster(const Arguments &a, const Shared &
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS == 8 && G <= 4 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
     __shared__ Shared s;
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
