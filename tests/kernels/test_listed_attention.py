@@ -38,8 +38,8 @@ def attend(function: Any, case: DecodeCase, lists: Lists, unit_size: int, **how:
     return output, visible.tolist()
 
 
-def check(case: DecodeCase, unit_size: int, **how: Any) -> None:
-    lists = lists_of(case, unit_size)
+def check(case: DecodeCase, unit_size: int, most: int = 400, **how: Any) -> None:
+    lists = lists_of(case, unit_size, most // unit_size)
     assert listed_launch_runs(case.queries, case.kv, lists[0], unit_size)
     (own, shown), (found, counted) = (
         attend(run, case, lists, unit_size, **how) for run in (page_attention_reference, listed_attention_cuda)
@@ -66,7 +66,15 @@ def test_answers_are_as_near_to_float64_as_the_references(
 
 @pytest.mark.parametrize("batch", [1, 4, 70])
 def test_rows_of_many_blocks_and_of_one(batch: int) -> None:
-    check(draw_case([33000, 4999, 130, 17][:batch] + [300] * max(0, batch - 4), 2, 4, 128, 16, torch.bfloat16), 1)
+    lengths = [33000, 4999, 130, 17][:batch] + [300] * max(0, batch - 4)
+    check(draw_case(lengths, 2, 4, 128, 16, torch.bfloat16), 1, most=200)
+
+
+def test_long_lists_are_left_to_triton() -> None:
+    case = draw_case([33000] * 16, 8, 4, 128, 16, torch.bfloat16)
+    units = lists_of(case, 1, most=1000)[0]
+    assert not listed_launch_runs(case.queries, case.kv, units, 1)
+    assert listed_launch_runs(case.queries[:4], case.kv._replace(table=case.kv.table[:4]), units[:4], 1)
 
 
 def test_short_rows_are_left_out_and_heads_attend_the_lists_that_are_named() -> None:
