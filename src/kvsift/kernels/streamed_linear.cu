@@ -108,9 +108,6 @@ __device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
 template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const void *from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
-// Where a stage has 16 bytes of codes: those of 8 outputs lie together, in an order that lets 8 threads write what they
-// copy of two outputs without a bank conflict.
-__device__ __forceinline__ int chunk_at(int output, int quarter) { return (quarter * 8 + (output ^ quarter * 2)) * 16; }
 __device__ __forceinline__ void load_words(u32 (&words)[4], u32 from) {  // word lane % 4 of four chunks of row lane / 4
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -175,7 +172,7 @@ __device__ __forceinline__ void multiply_stage(
     const Arguments &a, const u8 *stage, const u16 *own, Place at, float (&sums)[2][4], float (&total)[4]
 ) {
     int lane = threadIdx.x & 31, within = lane / 4;
-    u32 words_at = (u32)__cvta_generic_to_shared(stage) + chunk_at(lane % 8, lane / 8);
+    u32 words_at = (u32)__cvta_generic_to_shared(stage) + lane * 16;
     u32 zeros[2][(GROUPS + 3) / 4], scales[2][GROUPS / 2];
     __syncwarp();  // a thread reads what others have copied
 #pragma unroll
@@ -286,8 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) streamed_linear(const __gr
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, within = lane / 4, quarter = lane % 4;
     int tiles = (a.tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     int steps = a.num_in / STEP;
-    // Codes of 4 bits are read by ``load_words``; else each thread reads what it has copied.
-    int place_in_stage = BITS == 4 ? chunk_at(within, quarter) : lane * 16;
+    // Codes of 4 bits: chunks of 16 bytes (32 inputs) of 8 outputs lie together, for ``load_words``. Else each thread
+    // reads what it has copied.
+    int place_in_stage = (BITS == 4 ? quarter * 8 + within : lane) * 16;
     u8 *ring = shared + warp * STAGES * STAGE_BYTES;
     u16 *rows = (u16 *)(shared + WARPS * STAGES * STAGE_BYTES);  // [rows, row_numbers]
     float *parts = (float *)(rows + a.rows * row_numbers(a));       // [tiles, WARPS, OUTS, rows]
