@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "aligned.hpp"
 #include "isa/isa.hpp"
 #include "slots.hpp"
 
@@ -73,8 +74,8 @@ class PackedQueries {
  private:
   int stride_;
   bool is_bf16_ = true;
-  std::vector<float> numbers_;
-  std::vector<std::uint16_t> bf16_;
+  Aligned<float> numbers_;
+  Aligned<std::uint16_t> bf16_;
 };
 
 }  // namespace kvsift

@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "aligned.hpp"
 #include "heads.hpp"
 #include "numbers.hpp"
 #include "parallel.hpp"
@@ -72,7 +73,7 @@ class SketchHead {
     num_pages_ = slots.count;
     pages_per_block_ = kSketchTokens / format.page_size;
     num_blocks_ = (num_pages_ + pages_per_block_ - 1) / pages_per_block_;
-    stride_ = num_pages_ * format.page_size;
+    stride_ = (num_pages_ * format.page_size + 31) / 32 * 32;
     const std::uint8_t* base = call.rows.data + kv_head * call.rows.head_stride;
     pages_.resize(std::size_t(num_pages_ + kSketchPages + 2));
     for (std::int64_t i = 0; i < std::int64_t(pages_.size()); ++i)
@@ -81,7 +82,6 @@ class SketchHead {
       for (int at = 0; at < format.width; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
     const std::size_t group = std::size_t(call.group());
     weights_.resize(group * std::size_t(stride_));
-    page_sums_.resize(group * std::size_t(num_pages_));
     references_.resize(group * std::size_t(num_blocks_));
     sums_.resize(references_.size());
     totals_.resize(group);
@@ -106,11 +106,9 @@ class SketchHead {
       const SketchQueries chunk = queries_.chunk(q);
       float references[kSketchQueries], sums[kSketchQueries];
       kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
+                               {weights(q) + token, stride_, references, sums, &value_scales_[std::size_t(page)]});
       for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
-    for (std::int64_t i = page; i < page + pages_in(block); ++i)  // while the row is in the cache
-      value_scales_[std::size_t(i)] = from_float16(pages_[std::size_t(i)] + format.scales + 2);
     drop_outside(page, first, page * format.page_size + stop);
   }
 
@@ -121,15 +119,15 @@ class SketchHead {
     votes_.resize(std::size_t(stride_));
     for (int q = 0; q < call_->group(); q += sharing) {
       vote(q, sharing);
-      std::int64_t* ids = call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k;
-      best_.positions(votes_.data() + call_->first, call_->count, call_->k, ids);
-      drop(q, sharing, ids);
+      best_.positions(votes_.data() + call_->first, call_->count, call_->k, chosen(q));
     }
   }
 
   // Attention over what was not chosen, by pages.
   void estimate_rest() {
     const int head_dim = call_->rows.format.head_dim, stride = padded(head_dim);
+    const int sharing = call_->num_query_heads / call_->num_selections;
+    for (int q = 0; q < call_->group(); q += sharing) drop(q, sharing, chosen(q));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
       const int count = std::min(kSketchQueries, call_->group() - q);
       values_.assign(std::size_t(count * stride), 0.0f);
@@ -161,9 +159,11 @@ class SketchHead {
     return turned_.data();
   }
 
+  std::int64_t* chosen(int q) const {
+    return call_->ids + std::int64_t(kv_head_ * call_->group() + q) * call_->num_selections / call_->num_query_heads * call_->k;
+  }
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
   std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
-  float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
   float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
   float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
   float largest(int q) const {
@@ -184,22 +184,10 @@ class SketchHead {
   void drop_outside(std::int64_t page, int first, std::int64_t stop) {
     const int page_size = call_->rows.format.page_size;
     const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
-    if (first == 0 && stop == end) return;
     for (int q = 0; q < call_->group(); ++q) {
       for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
       for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
-      sum_page(q, start / page_size);
-      sum_page(q, (stop - 1) / page_size);
     }
-  }
-
-  void sum_page(int q, std::int64_t page) {
-    const int page_size = call_->rows.format.page_size;
-    const std::uint16_t* from = weights(q) + page * page_size;
-    float lanes[4] = {};
-    for (int i = 0; i < page_size; i += 4)
-      for (int j = 0; j < 4; ++j) lanes[j] += from_bf16(from[i + j]);
-    page_sums(q)[page] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
   }
 
   void vote(int q, int sharing) {
@@ -214,22 +202,13 @@ class SketchHead {
     }
   }
 
-  // Drops the weights that queries from q on have for chosen candidates, ascending.
+  // Drops the weights that queries from q on have for chosen candidates.
   void drop(int q, int sharing, const std::int64_t* ids) {
-    const int page_size = call_->rows.format.page_size;
-    std::uint16_t kept[kSketchTokens];  // of a page: all bits, or none
-    for (std::int64_t i = 0; i < call_->k;) {
-      const std::int64_t page = (call_->first + ids[i]) / page_size, start = page * page_size - call_->first;
-      std::fill_n(kept, page_size, std::uint16_t(0xffff));
-      for (; i < call_->k && ids[i] < start + page_size; ++i) {
-        const int token = int(ids[i] - start);
-        kept[token / 16 * 16 + weight_position(token % 16)] = 0;
-      }
-      for (int j = q; j < q + sharing; ++j) {
-        std::uint16_t* own = weights(j) + page * page_size;
-        for (int t = 0; t < page_size; ++t) own[t] &= kept[t];
-        sum_page(j, page);
-      }
+    std::uint16_t* const own = weights(q);
+    const std::int64_t stride = stride_, first = call_->first, k = call_->k;  // in registers: weights may be any of it
+    for (std::int64_t i = 0; i < k; ++i) {
+      const std::int64_t token = first + ids[i], at = token / 16 * 16 + weight_position(int(token % 16));
+      for (int j = 0; j < sharing; ++j) own[j * stride + at] = 0;
     }
   }
 
@@ -239,12 +218,12 @@ class SketchHead {
     const std::int64_t page = block * pages_per_block_;
     const int num_pages = pages_in(block);
     const std::uint8_t* const* rows = &pages_[std::size_t(page)];
-    float scales[kSketchQueries];
+    float scales[kSketchQueries], page_sums[kSketchQueries * kSketchPages] = {};
     alignas(64) std::int16_t whole[kSketchQueries * kSketchPages];
     bool any = false;
+    kernels().sketch_sums(weights(q) + page * format.page_size, stride_, count, format.page_size, num_pages, page_sums);
     for (int i = 0; i < count; ++i) {
-      float left[kSketchPages] = {};
-      std::copy_n(page_sums(q + i) + page, num_pages, left);
+      const float* left = page_sums + i * kSketchPages;
       sum(q + i, block) = lane_sum(left);
       scales[i] = to_whole(left, &value_scales_[std::size_t(page)], whole + i * kSketchPages);
       scales[i] *= power_of_2(reference(q + i, block) - tops[i]);
@@ -290,12 +269,12 @@ class SketchHead {
   int kv_head_ = 0;
   std::int64_t num_pages_ = 0, pages_per_block_ = 0, num_blocks_ = 0, stride_ = 0;
   std::vector<const std::uint8_t*> pages_;
-  std::vector<std::uint16_t> weights_;      // bf16 [group, tokens], strips in order of weight_position
-  std::vector<float> page_sums_;            // [group, num_pages]
+  Aligned<std::uint16_t> weights_;          // bf16 [group, tokens], strips in order of weight_position
   std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
   std::vector<float> value_scales_;         // [num_pages], and zeros
   std::vector<float> totals_;               // [group], logarithms of the sums of weights
-  std::vector<float> votes_, factors_, values_, columns_, turned_;
+  Aligned<float> votes_;                    // [tokens]
+  std::vector<float> factors_, values_, columns_, turned_;
   TopOfMany best_;
 };
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "aligned.hpp"
 #include "isa/isa.hpp"
 
 namespace kvsift {
@@ -46,12 +47,14 @@ class SketchGroup {
     query -= 32 * words_;
     const float factor = widest > 0 ? 63 / widest : 0;
     for (int n = 0; n < 8 * words_; ++n, query += 4) {
-      float sums[16] = {0.5f};  // above the least, rounded
-      for (int i = 0; i < 4; ++i) sums[0] += query[i] < 0 ? -query[i] * factor : 0.0f;
-      for (int i = 0; i < 4; ++i)
-        for (int code = 0; code < 1 << i; ++code) sums[(1 << i) + code] = sums[code] + query[i] * factor;
-      for (int code = 0; code < 16; ++code)  // a rounded sum may be a little below 0
-        out[(n * count + in_chunk) * 16 + code] = std::uint8_t(int(sums[code] < 0 ? 0 : sums[code]));
+      float least = 0.5f, channels[4];  // sums above the least, rounded
+      for (int i = 0; i < 4; ++i) channels[i] = query[i] * factor, least += channels[i] < 0 ? -channels[i] : 0.0f;
+      std::uint8_t* const table = out + 16 * SketchQueries::table(n, in_chunk, count);
+      for (int code = 0; code < 16; ++code) {  // all at once
+        float sum = least;
+        for (int i = 0; i < 4; ++i) sum += float(code >> i & 1) * channels[i];
+        table[code] = std::uint8_t(int(sum < 0 ? 0 : sum));  // a rounded sum may be a little below 0
+      }
     }
     return widest / 63;
   }
@@ -78,8 +81,8 @@ class SketchGroup {
   }
 
   int words_ = 0, group_ = 0;
-  std::vector<std::uint8_t> tables_;  // of each chunk: [8 * words, count, 16]
-  std::vector<std::int16_t> numbers_;
+  Aligned<std::uint8_t> tables_;  // of each chunk: [words, 2, count, 4, 16]
+  Aligned<std::int16_t> numbers_;
   std::vector<SketchFactors> factors_;  // of each chunk
 };
 

@@ -75,6 +75,17 @@ class SlotTable {
     return ids;
   }
 
+  // Writes the slots of rows first + rows[i].
+  void write_each(std::int64_t first, const std::int64_t* rows, std::int64_t count, std::int64_t* ids) const {
+    const std::int64_t* const blocks = blocks_.data();
+    const std::int64_t in_block = block() - 1;
+    const int shift = shift_;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t row = first + rows[i];
+      ids[i] = blocks[row >> shift] + (row & in_block);
+    }
+  }
+
  private:
   static constexpr int kShift = 62;  // of one run: one block holds all rows
 

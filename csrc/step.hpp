@@ -145,9 +145,10 @@ class StepSequence {
     if (sequence.chosen != nullptr)
       std::copy_n(units, rule.num_units, sequence.chosen + (std::int64_t(layer) * rule.num_selections + selection) * rule.num_units);
     std::int64_t* end = lists[std::size_t(selection)].data();
+    if (by_sketches()) return tokens.write_each(rule.first_candidate, units, rule.num_units, end);
     for (std::int64_t i = 0; i < rule.num_units; ++i) {
-      const std::int64_t start = (units[i] + rule.first_candidate) * unit_size();
-      end = tokens.write(start, start + unit_size(), end);
+      const std::int64_t start = (units[i] + rule.first_candidate) * sequence.page_size;
+      end = tokens.write(start, start + sequence.page_size, end);
     }
   }
 
@@ -476,14 +477,17 @@ class DecodeStep {
 
   void choose_tokens(StepSequence& own, std::size_t layer, int head) {
     own.sketch_heads[std::size_t(head)].choose();
-    if (own.sequence.rule.rest) own.sketch_heads[std::size_t(head)].estimate_rest();
     const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
     for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(layer, selection);
   }
 
+  // Attends pieces, and estimates attention to the others.
   void attend(Team& team, std::size_t layer) {
-    each_of(team, [&](const StepSequence& own) { return std::int64_t(own.pieces(layer).size()); },
-            [&](StepSequence& own, std::int64_t p) {
+    const auto estimates = [&](const StepSequence& own) { return own.estimates(layer) ? decoder_.num_kv_heads : 0; };
+    each_of(team, [&](const StepSequence& own) { return estimates(own) + std::int64_t(own.pieces(layer).size()); },
+            [&](StepSequence& own, std::int64_t task) {
+              if (task < estimates(own)) return own.sketch_heads[std::size_t(task)].estimate_rest();
+              const std::int64_t p = task - estimates(own);
               const LayerPages& pages = own.sequence.layers[layer];
               const auto rows = [&](const void* data) {
                 const RowType type = own.sequence.coded ? RowType::coded : plain(decoder_.bf16);

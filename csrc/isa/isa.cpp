@@ -18,7 +18,8 @@ struct Levels {
                     __builtin_cpu_supports("avx512vl");
     if (v3) usable[count++] = &kAvx2;
     if (v4) usable[count++] = &kAvx512;
-    if (v4 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+    if (v4 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+        __builtin_cpu_supports("avx512vnni"))
       usable[count++] = &kAvx512Bf16;
 #endif
   }

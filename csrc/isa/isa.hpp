@@ -73,10 +73,13 @@ struct SketchFactors {
 
 // At most 4 queries.
 struct SketchQueries {
-  const std::uint8_t* tables;    // [8 * words, count, 16], at most 63: of 4 channels each, by the bits of their codes
+  const std::uint8_t* tables;    // [words, 2, count, 4, 16] on a cache line, at most 63: of 4 channels each, by the bits of their codes
   const std::int16_t* numbers;   // [count, 32 * words], for the mean keys
   const SketchFactors* factors;
   int count;
+
+  // Where the table of nibble n of a code is: bytes of a word in a row, by their lower nibbles first.
+  static constexpr int table(int n, int q, int count) { return ((n / 8 * 2 + n % 2) * count + q) * 4 + n % 8 / 2; }
 };
 
 // Pages of one KV head.
@@ -86,13 +89,12 @@ struct SketchBlock {
   int first, stop;  // tokens of the block that are candidates; the others have no weight
 };
 
-// Weights of a block: 2^(logarithm - reference), the largest of a query from 1/2 to 2.
+// Weights of a block: 2^(logarithm - reference), with a sum of each query from 2^-30 to 2^60.
 struct SketchWeights {
   std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart; each strip of 16 in order of weight_position
   std::int64_t stride;
-  float* page_sums;  // [count, num_pages], rows page_stride numbers apart
-  std::int64_t page_stride;
   float *references, *sums;  // [count], of the block
+  float* value_scales;       // [num_pages], of the mean values
 };
 
 // Where the weight of a token of a strip is.
@@ -152,8 +154,9 @@ struct Kernels {
   // votes[i] = sum over queries of factors[q] * weights[q * stride + i], weights in bf16; count is a multiple of 16
   void (*sketch_votes)(const std::uint16_t* weights, std::int64_t stride, const float* factors, int num_queries, int count,
                        float* votes);
-  // maxima of disjoint sets of run numbers each, as many as there are whole groups of sets -> their number
-  std::int64_t (*set_maxima)(const float* numbers, std::int64_t count, std::int64_t run, float* maxima);
+  // sums[q * kSketchPages + page] = sum of the weights of a page, for at most 4 queries and kSketchPages pages
+  void (*sketch_sums)(const std::uint16_t* weights, std::int64_t stride, int num_queries, int page_size, int num_pages,
+                      float* sums);
   // sums[q * stride + i] += scales[q] * sum over pages of weights[q * kSketchPages + page] * mean value[page][i], for at
   // most 4 queries; rows as in SketchBlock and one more, weights 0 behind the last page; stride >= padded(head_dim)
   void (*sketch_values)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages,

@@ -15,7 +15,7 @@ LEVELS: dict[str, list[str]] = {
     "generic": [],
     "avx2": ["-march=x86-64-v3"],
     "avx512": WIDE,
-    "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vnni"],
+    "avx512_bf16": [*WIDE, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"],
 }  # as in CMakeLists.txt
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 

@@ -132,7 +132,7 @@ def test_candidates_may_begin_and_end_within_a_page(
     level: str, page_size: int, pages: int, first: int, missing: int, bits: int
 ) -> None:
     given = case(bits, 2, 3, 64, page_size, pages, first, missing)
-    check(given, max(1, given.count // 10), 2)
+    check(given, max(2, given.count // 10), 2)  # one of nine alone would be a near-tie
 
 
 @pytest.mark.parametrize("k", [0, 1, 7, 100, 1000, 1279, 1280, 5000])
