@@ -41,7 +41,7 @@ def on_the_cpu() -> None:
     """Not the captured steps."""
 
 
-@pytest.fixture(scope="module", params=["Qwen3-bfloat16", "Qwen3-float32", "Qwen2-bfloat16", *PATHS])
+@pytest.fixture(scope="module", params=["Qwen3-bfloat16", "Qwen2-float32", *PATHS])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Composed steps by family and dtype, or steps of a graph."""
     family, _, dtype = request.param.partition("-")

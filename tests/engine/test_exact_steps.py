@@ -133,7 +133,7 @@ def test_a_sampled_sequence_that_joins_another_part_changes_no_token_launched_ah
     assert tokens(seqs[0]) == dense
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
+@pytest.mark.parametrize("sampling", SAMPLINGS[::2], ids=["greedy", "top_p"])
 def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +248,7 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
 
     def slow(slots: Slots, kind: StepKind) -> None:
         if not slots.captured(kind):
-            sleep(1.0)
+            sleep(0.5)
         prepare(slots, kind)
 
     monkeypatch.setattr(Slots, "prepare", slow)
@@ -258,8 +258,8 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
         other.read(text_of(300)).ask("What grinds?", plan=PLANS[1], exact=True, max_new_tokens=NEW, stop=None),
     ):
         assert answer.exact is not None
-        assert answer.setup_s > 1.9
-        assert max(answer.itl_s) < 0.95
+        assert answer.setup_s > 0.95
+        assert max(answer.itl_s) < 0.48
 
 
 def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:

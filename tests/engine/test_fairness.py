@@ -151,7 +151,7 @@ def test_paused_sequences_keep_their_bits(deterministic: bool, llama: Path, monk
     for number in range(len(cases)):
         known.append(opened(single, number, "A"))
         take_steps(single, known[-1:])
-    for ahead, steps in [(2, 3)] if deterministic else [(1, 1), (2, 3), (3, 5)]:
+    for ahead, steps in [(2, 3)] if deterministic else [(1, 1), (3, 5)]:
         rng = random.Random(ahead)
         monkeypatch.setattr(sequence_groups, "LAUNCHED_AHEAD", ahead)
         monkeypatch.setattr(schedule, "PLACED_STEPS", steps)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from turns import in_turns
 from vllm_plugin.test_gpu_decode import GPU, GROUP, HEADS, Server
 
 from kvsift.layer.accounting import RunStats, Tally
@@ -31,8 +32,7 @@ CHUNKS = {"cpu": (0, 300, 1100, 2432, 2433, 2500), "cuda": (0, 512, 1152, 2432, 
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("spec", PLANS)
+@pytest.mark.parametrize(("spec", "layout"), in_turns(PLANS, ["NHD", "HND"]))
 def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layout: str, device: str) -> None:
     server = Server("quest:budget=256", [2500], layout, 32, device)
     plan = parse_plan(spec)
