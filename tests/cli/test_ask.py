@@ -97,12 +97,6 @@ def test_how_the_document_was_read_is_proved_too(ask: Run) -> None:
     assert f"{100 * document['read_density']:.1f} %" in shown
 
 
-def test_the_command_line_answers_what_the_library_answers(ask: Run, model: Path, text: Path) -> None:
-    answer = LLM(model, PLAN).read(text.read_text()).ask("Why?", max_new_tokens=6)
-    shown = ask("--plan", PLAN, "--json").document["answers"][0]
-    assert (shown["text"], shown["token_ids"]) == (answer.text, answer.token_ids)
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -184,14 +178,6 @@ def test_a_question_may_be_sifted_and_not_probed(ask: Run) -> None:
     assert document["recovery"] is document["recall"] is None
 
 
-def test_sampling_repeats_with_its_seed(ask: Run) -> None:
-    def tokens(seed: int) -> list[int]:
-        document = ask("--plan", PLAN, "--temperature", 1.5, "--top-p", 0.95, "--seed", seed, "--json").document
-        return document["answers"][0]["token_ids"]
-
-    assert tokens(1) == tokens(1) != tokens(2)
-
-
 def test_for_a_person_there_is_a_table_with_questions_answers_and_proof(
     ask: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +186,6 @@ def test_for_a_person_there_is_a_table_with_questions_answers_and_proof(
     assert (outcome.code, outcome.err) == (0, "")
     for shown in ("Why?", "How many sacks?", PLAN, "dense", "TTFT", "TPOT", "density", "100.0 %", "KV cache"):
         assert shown in outcome.out
-
-
-def test_json_says_so_when_one_token_leaves_no_time_per_token(run: Run, model: Path, text: Path) -> None:
-    command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--max-new-tokens", 1)
-    assert run(*command, "--json").document["tpot_s"] is None
-    assert run(*command).code == 0
 
 
 def test_the_proof_has_eight_rows_of_the_field_and_verbose_has_all(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,23 +205,6 @@ def test_the_proof_has_eight_rows_of_the_field_and_verbose_has_all(ask: Run, mon
     assert rows("--quiet") == []
 
 
-def test_dense_layers_are_named_beside_the_density_they_make(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    outcome = ask("--plan", "quest:budget=128:window=16:dense_layers=0")
-    assert "%, 1 of 3 layers dense" in outcome.out
-    document = ask("--plan", "quest:budget=128:window=16:dense_layers=0", "--json").document
-    assert document["sparse_layer_visible_tokens"] <= 128 < document["visible_tokens"]
-
-
-def test_a_question_with_markup_is_printed_as_it_is(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    question = "What does [/INST] mean, and [bold]this[/bold] :smile:?"
-    for compare in ((), ("--compare", "dense")):
-        outcome = ask("--plan", PLAN, *compare, question=(question,))
-        assert outcome.code == 0, outcome.err
-        assert question in outcome.out
-
-
 def test_escapes_of_a_terminal_are_written_out(ask: Run) -> None:
     for compare in ((), ("--compare", "dense")):
         outcome = ask("--plan", PLAN, *compare, question=("Why\x1b[2J\x1b]0;mine\x07?",))
@@ -253,22 +216,6 @@ def test_escapes_of_a_terminal_are_written_out(ask: Run) -> None:
 def test_a_question_that_is_no_text_is_refused(refused: Refused, model: Path, text: Path) -> None:
     said = refused("ask", "--model", model, "--context", text, "--question", "Why \udcff?")
     assert said.startswith("the question is not UTF-8 text (character 4 is ")
-
-
-def test_every_plan_to_compare_with_is_asked(ask: Run) -> None:
-    others = ("dense", "quest:budget=256:window=16:dense_layers=none")
-    options = [part for plan in others for part in ("--compare", plan)]
-    document = ask("--plan", PLAN, *options, "--json").document
-    assert [each["plan"] for each in document["compare"]] == list(others)
-    shown = ask("--plan", PLAN, *options).out
-    assert all(part in shown for part in ("quest:", "dense", "256"))
-
-
-def test_an_empty_answer_is_shown_as_nothing(ask: Run) -> None:
-    (answer,) = ask("--plan", PLAN, "--json").document["answers"]
-    outcome = ask("--plan", PLAN, "--stop", answer["text"][0])
-    assert "tokens read in" in outcome.out
-    assert "Why?\n(nothing)\n" in outcome.out
 
 
 def test_an_answer_that_was_cut_says_so(ask: Run) -> None:
@@ -324,12 +271,6 @@ def test_several_files_and_stdin_are_one_context(
     whole = run(*given, "--context", "whole.txt").document
     assert parts["answers"][0]["token_ids"] == whole["answers"][0]["token_ids"]
     assert parts["document_tokens"] == whole["document_tokens"]
-
-
-def test_an_empty_stdin_is_refused(refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"")))
-    said = refused("ask", "--model", model, "--question", "Why?", "--context", "-")
-    assert said == "the context on standard input is empty."
 
 
 def test_questions_of_a_file_are_answered_line_by_line(ask: Run) -> None:

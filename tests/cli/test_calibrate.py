@@ -104,13 +104,6 @@ def test_methods_use_it_on_its_model_and_refuse_it_on_another(
         other.generate(text_of(700), max_new_tokens=4)
 
 
-def test_a_plan_that_comes_later_is_checked_too(written: Path, tmp_path: Path) -> None:
-    document = LLM(write_model(tmp_path / "other", seed=9), "dense").read(text_of(600))
-    document.ask("How many sacks?", max_new_tokens=1)
-    with refused("other_model"):
-        document.ask("How many sacks?", plan=f"{PLANS[0]}:calibration={written}", max_new_tokens=1)
-
-
 def test_the_command_writes_one_file_and_says_so(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     outcome = run("calibrate", "--model", model, "--text", text, "--out", "axes.safetensors")
     assert outcome.code == 0
@@ -186,15 +179,6 @@ def test_as_few_layers_select_as_the_least_recovery_allows(run: Run, model: Path
     assert [each["anchors"] for each in facts] == [[0], [0, 1, 2]]
     assert facts[1]["reuse"] == {}
     assert facts[0]["least_recovery"] == min(one["recovery"] for one in facts[0]["reuse"].values())
-
-
-def test_layers_without_a_text_asks_for_what_it_has_hidden(run: Run, model: Path, tmp_path: Path) -> None:
-    options = [*LAYERS, "--model", model, "--tokens", 4000, "--length", 2000, "--json"]
-    first, second = run(*options).document, run(*options).document
-    assert first == second
-    assert list(first["recipe"]["texts"]) == ["needle 0", "key_value 1"]
-    assert first["recipe"]["queries"] > 20
-    assert json.loads((tmp_path / "anchors.json").read_text())["recipe"] == first["recipe"]
 
 
 @pytest.mark.parametrize("option", ["--anchors 2", "--min-recovery 0.5", "--selected 9", "--dense-layers 0"])

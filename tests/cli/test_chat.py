@@ -154,16 +154,6 @@ def test_another_context_begins_a_new_conversation(piped: Piped, manual: Path, t
     assert "none.txt does not exist" in done.err
 
 
-def test_a_tilde_is_the_home_folder_in_every_command(
-    piped: Piped, manual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "ship.txt").write_text("The captain of the ship Aurora is Elena Voss.\n")
-    done = piped("/context ~/ship.txt\nWho?\n/save ~/chat.md\n", "--context", manual)
-    assert "ship.txt, " in done.out
-    assert (tmp_path / "chat.md").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from cli.watched import Outcome, Refused, Run
-from engine.tiny_tokenizers import byte_level, cycle, parrot
 
 from kvsift import LLM
 from kvsift.api.answer import Answer
@@ -41,35 +40,6 @@ def test_for_a_person_stdout_is_the_text_and_stderr_the_proof(generate: Run, tex
     assert outcome.code == 0
     assert outcome.out == expected + "\n"
     assert "density" in outcome.err
-
-
-def test_a_stop_ends_the_text(generate: Run, text: Path) -> None:
-    whole = generate("--prompt-file", text, "--json").document["text"]
-    stop = whole[3]
-    assert generate("--prompt-file", text, "--json", "--stop", stop).document["text"] == whole[: whole.index(stop)]
-
-
-def test_special_tokens_are_kept_in_the_text(run: Run, tmp_path: Path) -> None:
-    tokenizer = byte_level()
-    model = parrot(tmp_path, tokenizer, cycle(tokenizer.convert_tokens_to_ids(["H", "<|note|>", "i"])))
-    command = "generate", "--model", model, "--plan", "dense", "--prompt", "H", "--max-new-tokens", 2, "--quiet"
-    assert run(*command).out == run(*command, "--keep-special-tokens").out == "<|note|>i\n"
-    assert run(*command, "--skip-special-tokens").out == "i\n"
-    assert run(*command, "--stop", "<|note|>").out == "\n"
-
-
-def test_strict_fails_when_nothing_was_skipped(generate: Run) -> None:
-    outcome = generate("--prompt", "Once", "--json", "--strict")
-    assert outcome.code == 2
-    assert "skipped nothing in decode" in outcome.err
-    assert "skipped nothing in decode: the " in generate("--prompt", "Once", "--json").err
-
-
-def test_short_contexts_can_be_decoded_in_full(generate: Run, text: Path) -> None:
-    full = generate("--prompt-file", text, "--json", "--dense-below", 5000).document
-    assert full["density"] == 1
-    assert full["path"] == "native"
-    assert generate("--prompt-file", text, "--json", "--dense-below", 100).document["density"] < 0.2
 
 
 def test_a_length_that_is_none_is_refused(refused: Refused, model: Path) -> None:

@@ -10,8 +10,6 @@ import pytest
 import torch
 from cli.watched import Run
 
-import kvsift
-from kvsift.cli.methods import budget_knobs, spelled
 from kvsift.methods import BUILT_IN, catalogue
 from kvsift.plan.syntax import BUDGET_KEYS, make_rule
 
@@ -47,21 +45,6 @@ def test_methods_say_what_they_hold_and_what_they_drop(run: Run) -> None:
     assert rows["critiprefill"]["granularity"] == "block"
     shown = run("methods", "quest").out
     assert "256 bytes per token and layer besides keys and values, which take 4,096 in" in " ".join(shown.split())
-
-
-@pytest.mark.parametrize("columns", ["", "40", "80", "200"])
-def test_methods_cuts_no_name_and_no_knob_in_a_pipe_or_a_narrow_terminal(
-    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    words = run("methods").out.split()
-    for row in run("methods", "--json").document:
-        assert row["name"] in words
-        for text in spelled(row["knobs"]):
-            assert text in words
-    assert set(spelled(budget_knobs())) <= {word.rstrip(";") for word in words}
-    if columns in ("", "80"):
-        assert max(map(len, run("methods").out.splitlines())) <= 80
 
 
 def test_methods_with_a_name_says_all_about_that_one(run: Run) -> None:
@@ -158,14 +141,6 @@ def test_doctor_reports_versions_device_and_paths(run: Run, model: Path) -> None
 
 
 @pytest.mark.usefixtures("embedded")
-def test_doctor_shows_the_same_to_a_person(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    outcome = run("doctor", "--device", "cpu")
-    assert outcome.code == 0
-    assert "versions torch" in outcome.out
-
-
-@pytest.mark.usefixtures("embedded")
 def test_doctor_says_that_vllm_is_broken(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise OSError('libcudart.so.13 is missing')\n")
@@ -175,20 +150,6 @@ def test_doctor_says_that_vllm_is_broken(run: Run, tmp_path: Path, monkeypatch: 
     assert outcome.document["vllm"] == "cannot be imported: OSError: libcudart.so.13 is missing"
 
 
-def test_doctor_prints_a_path_with_markup_as_it_is(
-    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    odd = tmp_path / "[red]m [" / "x]\x1b[2J"
-    odd.parent.mkdir()
-    odd.symlink_to(model)
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setattr("kvsift.models.hf.model_directory.embedded_model", lambda: odd)
-    outcome = run("doctor", "--device", "cpu")
-    assert outcome.code == 0
-    assert "[red]m [/x]\\x1b[2J" in outcome.out
-    assert "\x1b" not in outcome.out
-
-
 @pytest.mark.usefixtures("embedded")
 def test_doctor_refuses_an_unknown_device(run: Run) -> None:
     outcome = run("doctor", "--device", "gpu")
@@ -196,22 +157,11 @@ def test_doctor_refuses_an_unknown_device(run: Run) -> None:
     assert outcome.err == "kvsift: unknown device 'gpu'; did you mean 'cpu'? Known: auto, cpu, cuda\n"
 
 
-def test_version_is_that_of_the_package(run: Run) -> None:
-    outcome = run("--version")
-    assert (outcome.code, outcome.out, outcome.err) == (0, f"kvsift {kvsift.__version__}\n", "")
-
-
 def test_without_a_command_there_is_help(run: Run) -> None:
     outcome = run()
     assert (outcome.code, outcome.err) == (0, "")
     assert "--install-completion" in outcome.out
     assert all(command in outcome.out for command in ("demo", "ask", "generate", "explain", "eval", "doctor"))
-
-
-def test_the_help_of_a_plan_has_all_its_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    for command in ("ask", "generate", "explain", "demo"):
-        assert "a TOML file with a [plan] table" in run(command, "--help").out
 
 
 def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

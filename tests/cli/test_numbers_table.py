@@ -6,7 +6,7 @@ import pytest
 from cli.watched import Run
 from rich.console import Console
 
-from kvsift.cli.numbers_table import _index, print_columns, side_by_side
+from kvsift.cli.numbers_table import _index, print_columns
 
 PLANS = ["dense", "quest:budget=2048", "sketch:budget=1024:dense_layers=none", "snapkv:budget=128", "tova:budget=64"]
 LABELS = ["", "TTFT (document cached)", "visible tokens (sparse layers)"]
@@ -55,12 +55,6 @@ def test_no_word_and_no_number_is_broken_at_40_columns_or_80(width: int, count: 
             assert "".join(head) in PLANS
             assert all(line.endswith(":") for line in head[:-1]), "a plan goes on after a colon"
             assert " ".join(lines[start:]).split() == 2 * CELL.split()
-
-
-def test_as_many_plans_as_have_room_are_side_by_side() -> None:
-    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 300)] == [5]
-    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 80)] == [3, 2]
-    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 40)] == [1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -66,7 +66,7 @@ class Subject(NamedTuple):
     phase: Phase
     share: float  # of the examples
     name: str
-    turn: int | None  # settings other than the defaults meet every third contract: those with this remainder
+    turn: int | None  # settings other than the defaults meet every fifth contract: those with this remainder
     place: str = "device"
 
 
@@ -87,10 +87,13 @@ def _subjects() -> list[Subject]:
             spelt = ":".join([name, *(f"{knob}={value}" for knob, value in knobs.items())])
             share = VARIANT_SHARE if knobs else SHARE
             for order, phase in enumerate(phases):
-                turn = (number + order) % 3 if knobs and not EXTENSIVE else None
+                turn = (number + order) % 5 if knobs and not EXTENSIVE else None
                 found.append(Subject(small(name, **knobs), phase, share, f"{spelt}-{phase}", turn))
     coded = [subject for subject in found if subject.name.rpartition("-")[0] in CODED]
-    return found + [each._replace(share=VARIANT_SHARE, name=f"{each.name}-int8", place=INT8) for each in coded]
+    return found + [
+        each._replace(share=VARIANT_SHARE, name=f"{each.name}-int8", turn=None if EXTENSIVE else number % 5, place=INT8)
+        for number, each in enumerate(coded)
+    ]
 
 
 def _literals(hint: Any) -> list[str]:
@@ -104,7 +107,7 @@ MEETINGS = [
     pytest.param(subject, check, id=f"{subject.name}-{check.__name__}")
     for subject in SUBJECTS
     for index, check in enumerate(ALL_CHECKS)
-    if subject.turn in (None, index % 3)
+    if subject.turn in (None, index % 5)
     or (check is placements_do_not_change_the_answer and subject.phase == "decode")  # prefill is dense there
     if subject.place == "device" or check not in OF_WHAT_WAS_APPENDED
 ]

@@ -85,14 +85,6 @@ def test_a_query_that_sees_nothing_answers_0_and_minus_infinity(softcap: float |
         assert empty.lse.dtype == torch.float32
 
 
-def test_no_queries_give_an_empty_part() -> None:
-    queries, keys, values = draw(4, 16, 0, 5, torch.bfloat16)
-    part = attention_reference(queries, keys, values, 0.25)
-    assert part.output.shape == (2, 8, 0, 16)
-    assert part.output.dtype == torch.bfloat16
-    assert part.lse.shape == (2, 8, 0)
-
-
 def test_nan_in_hidden_keys_and_values_does_not_leak() -> None:
     queries, keys, values = draw(4, 16, 3, 6, torch.float32)
     seen = torch.tensor([True, True, False, True, False, True])
@@ -129,14 +121,6 @@ def test_softcap_bends_logits_after_the_scale() -> None:
         torch.testing.assert_close(part.lse, logits.logsumexp(-1).float(), rtol=1e-5, atol=1e-6)
 
 
-def test_softcap_is_causal_too() -> None:
-    queries, keys, values = draw(4, 16, 6, 6, torch.float32)
-    whole = attention(queries, keys, values, 0.25, causal=True, softcap=2.0)
-    last = attention(queries[:, :, 3:4], keys[:, :, :4], values[:, :, :4], 0.25, softcap=2.0)
-    torch.testing.assert_close(whole.output[:, :, 3:4], last.output)
-    torch.testing.assert_close(whole.lse[:, :, 3:4], last.lse)
-
-
 def test_a_weight_of_log_2_counts_a_token_twice() -> None:
     queries, keys, values = draw(4, 16, 3, 6, torch.float32)
     weight = torch.zeros(6)
@@ -146,17 +130,6 @@ def test_a_weight_of_log_2_counts_a_token_twice() -> None:
     doubled = attention_reference(queries, *twice, 0.25)
     torch.testing.assert_close(weighted.output, doubled.output)
     torch.testing.assert_close(weighted.lse, doubled.lse)
-
-
-@pytest.mark.parametrize("tile_scores", [1, 100, 161])  # a query at a time, two, three and a remainder
-def test_tiling_the_queries_changes_nothing(monkeypatch: pytest.MonkeyPatch, tile_scores: int) -> None:
-    queries, keys, values = draw(4, 16, 7, 3, torch.float32, batch=1)
-    mask = torch.ones(7, 3, dtype=torch.bool).tril()
-    whole = attention_reference(queries, keys, values, 0.25, mask=mask, log_weight=torch.arange(3.0))
-    monkeypatch.setattr(attention_module, "MAX_TILE_SCORES", tile_scores)
-    tiled = attention_reference(queries, keys, values, 0.25, mask=mask, log_weight=torch.arange(3.0))
-    torch.testing.assert_close(tiled.output, whole.output)
-    torch.testing.assert_close(tiled.lse, whole.lse)
 
 
 def test_keys_may_be_views_into_a_pool() -> None:

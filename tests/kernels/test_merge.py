@@ -112,25 +112,6 @@ def test_the_twin_is_as_near_to_float64_as_the_reference(head_dim: int, dtype: t
         assert distance(found, wanted) <= 2 * max(distance(reference, wanted), floor)
 
 
-@needs_triton
-def test_parts_may_differ_in_dtype_and_layout() -> None:
-    a, b = draw_parts(torch.float16, 6)[0], draw_parts(torch.float32, 6)[1]
-    spread = torch.full((2, 3, 5, 12), torch.nan, device=DEVICE)[..., ::2]
-    spread.copy_(b.output)
-    for first, second in ((a, Part(spread, b.lse)), (Part(spread, b.lse), a)):
-        merged, own = merge_triton(first, second), merge_reference(first, second)
-        assert merged.output.dtype == first.output.dtype
-        torch.testing.assert_close(merged, own, rtol=1e-3 if first is a else 1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_no_queries_merge_to_none(run: object) -> None:
-    empty = nothing(torch.zeros(1, 4, 0, 8, device=DEVICE))
-    merged = run(empty, empty)  # type: ignore[operator]
-    assert merged.output.shape == (1, 4, 0, 8)
-    assert merged.lse.shape == (1, 4, 0)
-
-
 def test_merged_halves_are_at_most_twice_as_far_from_float64_as_the_formula_in_their_dtype() -> None:
     queries, keys, values = (tensor.bfloat16() for tensor in draw(200))
     halves = [attention_reference(queries, keys[:, :, half], values[:, :, half], 0.3) for half in

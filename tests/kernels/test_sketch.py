@@ -102,18 +102,6 @@ def test_slots_without_a_token_hold_anything(kind: str) -> None:
     assert not parts.factors.view(2, 3, 8)[:, 1, 5:].any()
 
 
-def test_more_pages_than_are_packed_at_once_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, values = draw(1, 9, 4, 16), draw(1, 9, 4, 16, seed=2)
-    at_once = sketch_rows(2, keys, values)
-    monkeypatch.setattr("kvsift.kernels.sketch.PAGES_AT_ONCE", 4)
-    assert torch.equal(sketch_rows(2, keys, values), at_once)
-
-
-def test_a_row_of_the_usual_shape_is_small() -> None:
-    assert SketchLayout(1, 128, 16).width == 560  # 35 bytes per token, of 512
-    assert SketchLayout(2, 128, 16).width == 816
-
-
 @pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "head_dim", "page_size"), [(1, 128, 16), (2, 128, 16), (1, 80, 5), (2, 24, 32)])

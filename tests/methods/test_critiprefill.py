@@ -163,14 +163,6 @@ def test_a_dense_layer_between_passes_the_shares_by() -> None:
         assert all(torch.equal(a.selection.units, b.selection.units) for a, b in zip(between[layer], without[other]))
 
 
-def test_without_fusion_layers_choose_for_themselves() -> None:
-    method, tokens = CritiPrefill(fusion=False, **SMALL), [draw_tokens(256, seed) for seed in range(2)]
-    for of, asked in zip(tokens, stack(method, [1, 2], tokens)):
-        for question in asked:
-            best = expected_shares(method, of, question).topk(question.limit.units).indices.sort(-1).values
-            assert torch.equal(question.selection.units, best + question.candidates.first)
-
-
 def test_a_needle_block_is_found() -> None:
     tokens = draw_tokens(256, 0)
     tokens.queries[:, 224:] = tokens.queries[:, 224:225]

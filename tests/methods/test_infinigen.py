@@ -34,18 +34,6 @@ def chosen(method: InfiniGen, shape: LayerShape, tokens: Tokens, budget: int) ->
     return [row.tolist() for row in asked[0].selection.units]
 
 
-def test_a_worked_example() -> None:
-    """Of the first head three logits lie less than 5 below 10, of the second five below 3: 4 each, the best of its own.
-    With alpha = 1 it is 1 and 2, 1.5 on average, and so 1. With a budget of 3 it is 2 and the query's own token."""
-    shape, tokens = logits_of_two_heads([10, 0, 6, 5.5, -9, -20], [-1, 2.9, 0, 2, 3, -20])
-    for alpha, budget, expected in (
-        (5.0, 6, [[0, 1, 2, 3], [1, 2, 3, 4]]),
-        (1.0, 6, [[0], [4]]),
-        (5.0, 3, [[0, 2], [1, 4]]),
-    ):
-        assert chosen(InfiniGen(alpha=alpha, partial=1.0, heads="query"), shape, tokens, budget) == expected
-
-
 def test_the_public_code_counts_from_the_largest_logit_of_the_first_head() -> None:
     """10: of the first head 3 lie less than 5 below, of the second none: 1.5, and so 1."""
     shape, tokens = logits_of_two_heads([10, 0, 6, 5.5, -9, -20], [-1, 2.9, 0, 2, 3, -20])

@@ -1,6 +1,6 @@
 """InfLLM: what stands for a block, which blocks are chosen, and from where they are seen."""
 
-from math import inf, log
+from math import inf
 from typing import Any
 
 import pytest
@@ -9,44 +9,13 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy, tu
 from refusals import refused
 from torch import Tensor
 
-from kvsift.methods.common.local_scores import LocalScores
 from kvsift.methods.infllm import InfLLM
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
-from kvsift.types import LayerShape
 
 SMALL = {"chunk": 16, "block": 4, "representatives": 2, "local": 24}
 BUDGET = Budget(tokens=4 + 27 + 3 * 4, sinks=4, window=24, dense_layers=())  # three blocks
-
-
-def worked(kind: Any) -> LocalScores:
-    """Queries that are all 1 and keys ln(1, 3, 4, 8), in blocks and tiles of two, seen from up to four away."""
-    shape = LayerShape(0, 1, 1, 1, 1.0)
-    keys = torch.tensor([1.0, 3.0, 4.0, 8.0]).log().view(1, 4, 1)
-    scores = LocalScores(kind, tile=2, block=2, local=4)
-    scores.observe(torch.ones(1, 4, 1), 0, 4)
-    for tile in range(2):
-        scores.append(shape, keys[:, scores.first_key(tile) : 2 * tile + 2])
-    return scores
-
-
-def test_softmax_weights_of_a_worked_example() -> None:
-    """exp(logits) are 1, 3, 4, 8: the four queries give weights 1; 1/4, 3/4; 1/8, 3/8, 4/8; 1/16, 3/16, 4/16, 8/16."""
-    scores = worked("code")
-    first, _ = scores.worth(0, 2, 1)
-    both, looks = scores.worth(0, 2, 2)
-    torch.testing.assert_close(first, torch.tensor([[[1.25, 0.75], [0, 0]]]))
-    torch.testing.assert_close(both, torch.tensor([[[1.4375, 1.3125], [0.75, 0.5]]]))
-    assert looks.tolist() == [[4, 3], [2, 1]]
-    assert (scores.num_complete(1), scores.num_complete(2)) == (0, 1)  # block 1 will be seen from positions 4 and 5
-
-
-def test_mean_products_of_a_worked_example() -> None:
-    """A key's product with every query is its logit; nobody behind the last key has asked yet."""
-    worth, looks = worked("paper").worth(0, 2, 2)
-    assert looks.tolist() == [[3, 2], [1, 0]]
-    torch.testing.assert_close(worth, torch.tensor([[[0.0, log(3)], [log(4), -inf]]]))
 
 
 def rotated(raw: Tokens) -> Tokens:

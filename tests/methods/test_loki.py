@@ -1,13 +1,12 @@
 """Loki with axes from a file, and which files are refused."""
 
-from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from contracts.checks import ALL_CHECKS
-from contracts.harness import SHAPE, Check, Runner, Tokens, draw_tokens, spy
+from contracts.harness import SHAPE, Check, Runner, draw_tokens, spy
 from refusals import refused
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,28 +35,6 @@ def file(tmp_path: Path) -> str:
     axes = {"keys_after_rope.2": bases(0), "keys_before_rope.2": bases(1)}
     write(tmp_path / "tiny.safetensors", axes, ORIGIN, {"tokens": 100})
     return str(tmp_path / "tiny.safetensors")
-
-
-def test_a_worked_example(tmp_path: Path) -> None:
-    """The first axis is (0.6, 0.8). Along it q = (5, 0) is 3 and the keys are 5, 2 and 4, whatever lies across: of
-    three candidates the first is the best, though the second has the largest q.k."""
-    axes = torch.tensor([[[0.6, -0.8], [0.8, 0.6]]])
-    write(tmp_path / "two.safetensors", {"keys_after_rope.2": axes}, ORIGIN, {})
-    along, across = torch.tensor([5.0, 2, 4, 0]), torch.tensor([1.0, -9, 0, 0])
-    keys = (along[:, None] * axes[0, :, 0] + across[:, None] * axes[0, :, 1]).unsqueeze(0)
-    assert keys[0, :, 0].argmax() == 1
-    tokens = Tokens(torch.tensor([[5.0, 0]]).expand(1, 4, 2), keys, keys)
-    method = Loki(rank=1, calibration=str(tmp_path / "two.safetensors"))
-    asked = spy(method)
-    shape = LayerShape(2, 1, 1, 2, log(2))
-    runner = Runner(Plan(decode=Rule(method, Budget(tokens=2, sinks=0, window=1, dense_layers=()))), shape=shape)
-    runner.feed_all(tokens, 3, [3])
-    assert asked[0].selection.units.tolist() == [[0]]
-    state = method.new_state(shape)
-    reader = runner.store.reader(0)
-    shares = method.shares(state, shape, tokens.queries[:, 3:], 3, reader)  # 2^(3 * 5), 2^(3 * 2), 2^(3 * 4), 2^0
-    expected = torch.tensor([[2.0**15, 2**6, 2**12, 1]])
-    torch.testing.assert_close(shares, expected / expected.sum())
 
 
 @pytest.mark.parametrize("axes", ["after_rope", "before_rope"])
@@ -105,12 +82,6 @@ def test_contracts_hold_with_a_file(
     write(path, {"keys_after_rope.2": bases(2)}, ORIGIN, {})
     monkeypatch.setattr("kvsift.methods.common.calibration.directions", of_any_width)
     check(lambda: Loki(chunk=32, rank=3, calibration=str(path)), phase)
-
-
-def test_a_file_is_named_in_a_plan(file: str) -> None:
-    plan = parse_plan(f"loki:rank=16:calibration={file}:axes=before_rope")
-    assert plan.decode.method == Loki(rank=16, calibration=file, axes="before_rope")
-    assert parse_plan(str(plan)) == plan
 
 
 def new_state(file: str, **shape: Any) -> None:

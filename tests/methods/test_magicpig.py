@@ -26,22 +26,6 @@ def asked(method: MagicPIG, units: int, candidates: Candidates = ALL) -> tuple[A
     return state, method.select(state, SHAPE, QUERY, NUM_KEYS, candidates, Limit(units), reader)  # type: ignore[arg-type]
 
 
-def test_the_probability_of_a_sample_by_hand() -> None:
-    # p = 2/3, a code of two signs is the query's with 4/9; neither in none nor in exactly one of three tables:
-    # 1 - (5/9)^3 - 3 * 4/9 * (5/9)^2 = (729 - 125 - 300) / 729
-    assert float(inclusion(torch.tensor(pi / 3), bits=2, tables=3)) == pytest.approx(304 / 729, abs=1e-6)
-    # at a right angle half the signs agree, and both of two tables with one sign each do with 1/4
-    assert float(inclusion(torch.tensor(pi / 2), bits=1, tables=2)) == pytest.approx(1 / 4, abs=1e-6)
-    ends = inclusion(torch.tensor([0.0, pi], dtype=torch.float64), bits=10, tables=150)
-    assert ends.tolist() == pytest.approx([1, 0], abs=1e-12)
-    assert inclusion(torch.tensor(1.0), bits=3, tables=1) == pytest.approx(0, abs=1e-7), "one table is never enough"
-
-
-def test_angles_by_hand() -> None:
-    keys = torch.tensor([[2.0, 0], [0, 5], [-1, 0], [3, 3]])
-    assert angles(torch.tensor([4.0, 0]), keys).tolist() == pytest.approx([0, pi / 2, pi, pi / 4], abs=1e-7)
-
-
 def test_as_many_tables_as_the_budget_has_room_for() -> None:
     same = torch.tensor(
         [[1, 1, 0, 0, 0], [0, 0, 0, 0, 1], [1, 0, 0, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]
@@ -150,20 +134,6 @@ def test_keys_are_hashed_once_until_the_centre_moves() -> None:
     runner.crop(0, 60)
     runner.feed_all(tokens.part(0, 60).then(draw_tokens(12, 2)), 71, [71], start=60)  # as many candidates again
     assert not torch.equal(state.centre, centre), "keys that the centre was taken from are gone"
-
-
-def test_prepare_hashes_and_changes_nothing() -> None:
-    method, reader = MagicPIG(bits=3, tables=10), Keys(TOKENS.keys[:, :NUM_KEYS])
-    states = [method.new_state(SHAPE) for _ in range(2)]
-    method.prepare(states[0], SHAPE, ALL, reader, Limit(20))  # type: ignore[arg-type]
-    original, hashed = states[0].hash, []
-    states[0].hash = lambda vectors: (hashed.append(vectors.shape[-2]), original(vectors))[1]
-    first, second = (
-        method.select(state, SHAPE, QUERY, NUM_KEYS, ALL, Limit(20), reader)  # type: ignore[arg-type]
-        for state in states
-    )
-    assert hashed == [SHAPE.num_query_heads], "the queries alone"
-    assert torch.equal(first.units, second.units)
 
 
 def test_every_query_head_draws_for_itself_and_seeds_differ() -> None:

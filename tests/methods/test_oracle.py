@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contracts.harness import SHAPE, Case, draw_tokens, revealing_tokens, visible_tokens
+from contracts.harness import Case, revealing_tokens, visible_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -11,8 +11,6 @@ from kvsift.methods.oracle import OraclePages, OracleTokens
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape
-
-GROUPED = SHAPE  # two query heads per KV head: "auto" shares, "query" does not
 
 
 def true_weights(case: Case, shape: LayerShape | None = None) -> Tensor:
@@ -68,11 +66,6 @@ def test_more_mass_shows_all_that_less_mass_shows(masses: tuple[float, float], s
     assert bool((more | ~less).all())
 
 
-def test_a_mass_that_needs_every_token_gets_every_token() -> None:
-    case = mass_case(0.99999, 0)
-    assert bool(seen_by_last(Plan(decode=Rule(OracleTokens(), case.budget)), case).all())
-
-
 def test_a_token_budget_beside_mass_is_a_ceiling() -> None:
     flat = mass_case(0.99, 0)
     assert int(seen_by_last(Plan(decode=Rule(OracleTokens(), flat.budget)), flat).sum(-1).min()) > 40
@@ -111,16 +104,3 @@ def test_oracle_pages_are_those_of_the_largest_logits() -> None:
     expected = torch.zeros(4, 24, dtype=torch.bool).scatter_(1, best, True)
     expected[:, -1] = True
     assert torch.equal(seen, expected.repeat_interleave(4, 1))
-
-
-def test_prefill_segments_rank_by_the_best_of_their_queries() -> None:
-    """A needle that a single query of a segment wants is selected for the segment."""
-    from contracts.harness import Runner
-
-    tokens = draw_tokens(512, 0)
-    tokens.keys[:, 100] = 4 * tokens.queries[::2, 300]
-    budget = Budget(tokens=4 + 1 + 20, sinks=4, window=1, dense_layers=())
-    runner = Runner(Plan(prefill=Rule(OracleTokens(heads="query"), budget)))
-    answer = runner.feed(tokens)[0]
-    for head in (0, 2):
-        torch.testing.assert_close(answer[head, 300], tokens.values[head // 2, 100], rtol=0.01, atol=0.01)

@@ -1,7 +1,6 @@
 """PQCache: centroids, codes and look-ups by hand, against the formula written out; when centroids are fitted again."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from kvsift.methods import pqcache
 from kvsift.methods.common.token_rows import settled
-from kvsift.methods.pqcache import PQCache, cut
+from kvsift.methods.pqcache import PQCache
 from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, LayerShape, Limit, Selection
 
@@ -46,20 +45,6 @@ def test_kmeans_never_gets_worse_and_keeps_lonely_centroids() -> None:
     same = torch.zeros(10, 2)  # all points alike: every centroid but the first is nearest to none
     assert bool(pqcache.fit_centroids(same, 4, 3, seed=0).isfinite().all())
     assert pqcache.fit_centroids(same, 64, 3, seed=0).shape == (10, 2), "no more centroids than points"
-
-
-def test_the_approximate_logits_by_hand() -> None:
-    """Keys of two numbers in two parts of one number each. With 2 centroids and k-means at its end, the first numbers
-    0, 2, 10, 12 become 1, 1, 11, 11, the second numbers 5, 7, 5, 7 themselves; q = (3, 1), scale 1/2: the logit of the
-    first key is (3 * 1 + 1 * 5) / 2 = 4, not 2.5."""
-    keys = torch.tensor([[[0.0, 5.0], [2, 7], [10, 5], [12, 7]]])
-    shape, method = LayerShape(2, 1, 1, 2, 0.5), PQCache(bits=1)
-    state, queries = method.new_state(shape), torch.tensor([[[3.0, 1.0]]])
-    reader: Any = Keys(keys)
-    scores = method.score(state, shape, queries, 4, Candidates(0, 4, 1), reader)
-    assert scores.tolist() == [[[4.0, 5.0, 19.0, 20.0]]]
-    assert reader.read == 4 * 2, "a byte for each code"
-    assert choose(method, shape, queries, keys, 1).units.tolist() == [[3]]
 
 
 def test_heads_of_a_group_add_up_their_shares() -> None:
@@ -120,11 +105,6 @@ def test_a_shift_of_all_keys_changes_nothing() -> None:
     assert torch.equal(shifted.units, choose(PQCache(bits=3), SHAPE, query, keys, 10).units)
 
 
-def test_uneven_parts_lose_no_number() -> None:
-    vectors = torch.arange(14.0).view(1, 2, 7)
-    assert cut(vectors, 3).tolist() == [[[[0, 1, 2], [7, 8, 9]], [[3, 4, 5], [10, 11, 12]], [[6, 0, 0], [13, 0, 0]]]]
-
-
 def test_what_has_settled_grows_by_a_seventh_to_a_quarter() -> None:
     steps = sorted({settled(count) for count in range(4, 5000)})
     assert steps[:10] == [4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
@@ -163,12 +143,3 @@ def test_prepare_fits_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pqcache, "fit_centroids", None)
     again = method.select(state, SHAPE, query, 100, candidates, Limit(9), reader)  # type: ignore[arg-type]
     assert torch.equal(again.units, expected.units)
-
-
-def test_memory_is_declared() -> None:
-    method, tokens = PQCache(parts=4), draw_tokens(101, 1)
-    state = method.new_state(SHAPE)
-    state.read(Keys(tokens.keys), Candidates(0, 101, 1))
-    held = state._rows._buffer[:, 0]
-    assert method.state_bytes_per_token(SHAPE) == held.numel() * held.element_size() == 4 * 2
-    assert method.budget_defaults == {"sinks": 32, "ratio": 0.1}

@@ -1,12 +1,10 @@
 """SampleAttention, KeyDiff, SparQ, Loki and LessIsMore: each against its formula."""
 
-from math import sqrt
 from typing import Any
 
 import pytest
 import torch
-from contracts.harness import SHAPE, Asked, Runner, Stack, Tokens, draw_tokens, spy, visible_tokens
-from contracts.harness import Case as ContractCase
+from contracts.harness import SHAPE, Asked, Runner, Stack, Tokens, draw_tokens, spy
 from torch import Tensor
 
 from kvsift.methods.base import Method
@@ -18,7 +16,6 @@ from kvsift.methods.sample_attention import SampleAttention, sampled
 from kvsift.methods.sparq import SparQ
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
-from kvsift.types import LayerShape
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=())
 
@@ -46,14 +43,6 @@ def softmax_shares(queries: Tensor, tokens: Tokens, stop: int, scale: float | Te
 
 def asking(tokens: Tokens, question: Asked) -> Tensor:
     return tokens.queries[:, question.start : question.start + question.num_queries]
-
-
-def test_the_mean_share_of_a_worked_example() -> None:
-    """Two queries with logits (0, log 3) and (log 3, 0): shares (1/4, 3/4) and (3/4, 1/4), on average a half each."""
-    shape = LayerShape(0, 1, 1, 2, 1.0)
-    queries, keys = torch.tensor([[[1.0, 0], [0, 1]]]), torch.tensor([[[0.0, 1.0986123], [1.0986123, 0]]])
-    torch.testing.assert_close(mean_shares(shape, queries[:, :1], keys), torch.tensor([[0.25, 0.75]]))
-    torch.testing.assert_close(mean_shares(shape, queries, keys), torch.tensor([[0.5, 0.5]]))
 
 
 def test_shares_do_not_depend_on_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,17 +115,6 @@ def test_keydiff_adds_up_more_keys_than_float16_can_count() -> None:
     assert scores[0, 0] == pytest.approx(-1, abs=1e-3)
 
 
-def test_sparq_s_worked_example() -> None:
-    """Of the channels of q = (4, 0, -3, 1) the two largest are kept, 7/8 of its size: logit = q.k / sqrt(4 * 7/8)."""
-    shape = LayerShape(0, 1, 1, 4, 0.5)
-    queries = torch.tensor([[[4.0, 0, -3, 1]]])
-    stand_in = SparQ(channels=2).stand_ins(None, shape, queries, 9, None)  # type: ignore[arg-type]
-    torch.testing.assert_close(stand_in, torch.tensor([[[4.0, 0, -3, 0]]]) / sqrt(7 / 8))
-    assert torch.equal(SparQ(channels=9).stand_ins(None, shape, queries, 9, None), queries)  # type: ignore[arg-type]
-    none = SparQ(channels=2).stand_ins(None, shape, 0 * queries, 9, None)  # type: ignore[arg-type]
-    assert not none.isnan().any()
-
-
 def test_sparq_shares_channels_between_queries_and_heads_of_a_group() -> None:
     tokens = draw_tokens(150, 3)
 
@@ -186,9 +164,3 @@ def test_layers_reuse_the_set_of_the_first_until_the_correction() -> None:
         assert torch.equal(sets[2], sets[3])
         assert not torch.equal(sets[1], sets[2])
     assert len(asked) == 8
-
-
-def test_one_set_serves_all_heads() -> None:
-    case = ContractCase(96, 1, BUDGET, 0)
-    seen, _ = visible_tokens(Plan(decode=Rule(LessIsMore(full_choice=False), BUDGET)), case, "decode")
-    assert bool((seen == seen[:1]).all())

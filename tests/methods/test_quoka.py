@@ -1,6 +1,5 @@
 """QuoKA: which queries it keeps, how it scores keys, and what it remembers."""
 
-from math import sqrt
 from typing import Any
 
 import pytest
@@ -17,20 +16,6 @@ from kvsift.stores.paged import PagedStore
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=())
 MODES: list[Any] = ["shared", "paired_sorted", "max_of_mean_exact"]
-
-
-def test_the_worked_example() -> None:
-    """Two heads ask twice along x and once along y, or of y alone: the query along y is kept, and the key along y wins
-    by its angle although another has the larger product."""
-    heads = torch.tensor([[[2.0, 0], [2, 0], [0, 1]], [[0.0, 1], [0, 1], [0, 3]]])  # means (4/3, 1/3) and (0, 5/3)
-    expected = torch.tensor([[-4 / sqrt(17), -4 / sqrt(17), -1 / sqrt(17)], [-1.0, -1, -1]])
-    torch.testing.assert_close(unlikeness(heads, 1, 1), expected.unsqueeze(0))
-    kept = kept_queries(heads, 1, 1, 1, "shared", cosine=True)[0]
-    assert kept.tolist() == [[[0, 1]]]
-    keys = torch.tensor([[[3.0, 4], [0, 2], [5, 0]]])
-    norms = 1 / keys.norm(dim=-1)
-    torch.testing.assert_close(key_scores(kept, keys, norms, "max"), torch.tensor([[0.8, 1.0, 0.0]]))
-    torch.testing.assert_close(key_scores(kept, keys, None, "max"), torch.tensor([[4.0, 2.0, 0.0]]))
 
 
 def test_queries_kept_by_rank_depend_on_what_each_head_asks() -> None:
@@ -114,34 +99,12 @@ def test_queries_that_cancel_out_are_sampled_evenly() -> None:
     assert not kept_queries(torch.zeros(4, 8, 8), 1, 2, 3, "shared", cosine=True).isnan().any()
 
 
-def test_few_queries_are_all_kept_and_one_in_decode_is_itself() -> None:
-    tokens = draw_tokens(90, 1)
-    method = QuoKA(queries=16)
-    asked = spy(method)
-    Runner(Plan(decode=Rule(method, BUDGET))).feed_all(tokens, 89, [89])
-    scores = textbook(method, tokens.queries[:, 89:], tokens.keys)
-    best = scores[:, asked[0].candidates.tokens].topk(asked[0].limit.units).indices + asked[0].candidates.first
-    assert torch.equal(asked[0].selection.units, best.sort(-1).values)
-    two = tokens.queries[:, :2]
-    torch.testing.assert_close(kept_queries(two, 1, 4, 16, "shared", cosine=False)[0], two)
-
-
 def test_segments_at_once_keep_what_each_keeps_alone() -> None:
     queries = torch.randn(4, 3 * 32, 8)
     for mode in MODES:
         together = kept_queries(queries, 3, 2, 5, mode, cosine=True)
         for alone, own in zip(queries.split(32, 1), together, strict=True):
             torch.testing.assert_close(own, kept_queries(alone, 1, 2, 5, mode, cosine=True)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_keys_are_not_copied_and_rank_nearly_alike(dtype: torch.dtype) -> None:
-    kept, keys = torch.randn(2, 5, 64), 100 * torch.randn(2, 400, 64)
-    norms = 1 / keys.norm(dim=-1)
-    exact = key_scores(kept, keys, norms, "max")
-    rounded = key_scores(kept, keys.to(dtype), norms, "max")
-    assert rounded.dtype == torch.float32
-    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.02)
 
 
 def test_inverse_norms_are_those_of_the_keys_however_they_came() -> None:

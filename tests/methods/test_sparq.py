@@ -1,6 +1,5 @@
 """SparQ in decode: channels, shares, and the mean value in place of what is not seen."""
 
-from math import log, sqrt
 from typing import Any
 
 import pytest
@@ -23,22 +22,6 @@ def decoded(method: SparQ, tokens: Tokens, budget: Budget = BUDGET, shape: Layer
     runner = Runner(Plan(decode=Rule(method, budget)), shape=shape)
     output = runner.feed_all(tokens, PROMPT, range(PROMPT, tokens.length))
     return output[:, PROMPT:], runner
-
-
-def test_a_worked_example() -> None:
-    """q = (3, 1), one channel kept: f = 3/4, logit = 3 k_0 / sqrt(3/4). The keys make exp(logit) 1, 2, 3 and, of the
-    query's own token, 2. Own and best token are seen: a = (3 + 2) / 8. Exact logits of the two are 0 and log 3, so
-    y = 4/4 + 12 * 3/4 = 10; the mean value is (8 + 0 + 4 + 12) / 4 = 6; the answer 5/8 * 10 + 3/8 * 6 = 8.5."""
-    sharp = 3 / sqrt(0.75)
-    first = torch.tensor([0, log(2), log(3), log(2)]) / sharp
-    exact = torch.tensor([5.0, 5.0, 0, log(3)])  # what is seen exactly of the first two does not matter
-    keys = torch.stack([first, exact - 3 * first], 1).unsqueeze(0)
-    values = torch.tensor([[[8.0, 0], [0, 0], [4, 0], [12, 0]]])
-    tokens = Tokens(torch.tensor([[3.0, 1]]).expand(1, 4, 2), keys, values)
-    rule = Rule(SparQ(channels=1), Budget(tokens=2, sinks=0, window=1, dense_layers=()))
-    runner = Runner(Plan(decode=rule), shape=LayerShape(2, 1, 1, 2, 1.0))
-    output = runner.feed_all(tokens, 3, [3])
-    torch.testing.assert_close(output[0, 3], torch.tensor([8.5, 0]))
 
 
 def by_the_formula(tokens: Tokens, position: int, channels: int, *, per_head: bool, logits_summed: bool) -> Tensor:

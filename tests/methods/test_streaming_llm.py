@@ -81,13 +81,6 @@ def test_positions_in_the_cache_are_the_papers_re_rotation(phase: str, sinks: in
     assert float(runner.stats.phase(phase).visible_tokens) == int(mask.sum())  # type: ignore[arg-type]
 
 
-def test_a_query_sees_sinks_from_the_end_of_the_cache() -> None:
-    """Two sinks and a window of three: the query at 9 sees 0, 1, 7, 8, 9, cached as 0 to 4; five are skipped."""
-    budget, method = Budget(tokens=5, sinks=2, dense_layers=()), StreamingLLM("cache")
-    assert budget.always(9, 1, fill=True) == (2, 7)
-    assert method.reposition(torch.tensor([9]), [(2, 7)]).queries.tolist() == [4]
-
-
 @given(start=st.integers(0, 10**6), tokens=st.integers(5, 600), sinks=st.integers(0, 4), count=st.integers(1, 9))
 def test_no_position_reaches_the_number_of_tokens_seen(start: int, tokens: int, sinks: int, count: int) -> None:
     """However far beyond its training the model goes, distances stay below sinks + window."""

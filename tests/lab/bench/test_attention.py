@@ -9,7 +9,7 @@ import torch
 from kvsift_lab.bench import attention_measure, attention_variants
 from kvsift_lab.bench.attention import NOT_EARLY, AttentionRecipe
 from kvsift_lab.bench.attention_measure import AttentionBench, check_sketch, check_sparse, exact_attention
-from kvsift_lab.bench.attention_variants import AttentionPoint, Buffers, SparseLaunch, ours_dense, separate_kernels
+from kvsift_lab.bench.attention_variants import AttentionPoint, Buffers, SparseLaunch, ours_dense
 from kvsift_lab.bench.timing import host_clock
 from refusals import refused
 from torch import Tensor
@@ -74,32 +74,11 @@ def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     assert not any("samples_s" in variant for variant in variants[-2:])
 
 
-def test_time_that_has_run_out_leaves_points_out_with_their_reason() -> None:
-    points = measured(replace(SMALL, max_seconds=0.0))
-    assert [point["reason"] for point in points] == ["--max-seconds 0 had passed"] * 2
-
-
-def test_a_point_that_does_not_fit_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_measure, "available_bytes", lambda device: 300_000)
-    points = measured()
-    assert "variants" in points[0]
-    assert points[1]["reason"].startswith("two sets of buffers need")
-
-
 def buffers(point: AttentionPoint) -> list[Buffers]:
     return [Buffers.random(point, ["minmax"], CPU, seed) for seed in (0, 1)]
 
 
 SMALL_POINT = AttentionPoint(6, 2, 256, batch=2, head_dim=32, page_size=8, budget=128)
-
-
-def test_dense_views_hold_the_pages_in_order() -> None:
-    one = buffers(SMALL_POINT)[0]
-    for row in range(2):
-        keys, values = one.kv.row(row)
-        assert torch.equal(one.dense[0][row], keys)
-        assert torch.equal(one.dense[1][row], values)
-    assert one.dense[0].data_ptr() == one.kv.keys.data_ptr()
 
 
 def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> None:
@@ -157,14 +136,6 @@ def test_other_tokens_than_the_reference_s_are_noticed() -> None:
     wrong = check_sketch(point, sets, Shifted(point, sets, "sketch2"))
     assert wrong["same_tokens"] == 1 - 1 / 400  # four lists
     assert wrong["error"] > 0.09
-
-
-def test_separate_kernels_do_what_the_launch_does() -> None:
-    sets = buffers(SMALL_POINT)
-    kernels = separate_kernels(SMALL_POINT, sets, "minmax")
-    whole = SparseLaunch(SMALL_POINT, sets, "minmax")
-    assert torch.equal(kernels["page_attention"](1), whole(1))
-    assert torch.equal(kernels["visible_pages"](1), whole.units)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.decode import DecodeRecipe
-from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, pool_bytes, weight_bytes
+from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, weight_bytes
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
@@ -73,19 +73,6 @@ def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch
     assert points[0]["weight_bytes"] == before - saved
     with pytest.raises(InputError, match="unknown quantize 'int3'"):
         replace(SMALL, quantize="int3")
-
-
-def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summaries(model: Any) -> None:
-    caches, step = filled_caches(model, PLAN, 256, 2, steps=4), FusedStep(model)
-    sifted, dense = (DecodeCase.of(model, step, caches, plan, capture=False).slots for plan in (PLAN, Plan()))
-    for one, other in zip(sifted.layers, dense.layers):
-        assert one.kv.keys.data_ptr() == other.kv.keys.data_ptr()
-        assert one.kv.values.data_ptr() == other.kv.values.data_ptr()
-        assert other.summary is None
-    assert sifted.layers[2].summary is not None
-    assert all(attention.store.summaries for attention in caches[0].attentions)
-    need = pool_bytes(model.config, PLAN, 256, 2, 4, 4)
-    assert caches[0].num_bytes == pytest.approx(need, rel=0.1)
 
 
 @pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)

@@ -9,7 +9,6 @@ import torch
 from kvsift_lab.bench import qk_dump
 from kvsift_lab.bench.index import IndexRecipe, auto_ratio, medians, point_table, point_text, reasons
 from kvsift_lab.bench.index_cases import (
-    CONTENDERS,
     Case,
     Contender,
     FaissFlat,
@@ -152,15 +151,6 @@ def test_indexes_of_faiss_are_measured_beside_the_baseline() -> None:
         assert "over faiss_flat" in point_text(point)
 
 
-@needs_core
-def test_each_head_is_a_case_of_its_own() -> None:
-    recipe = IndexRecipe(("R",), indexes=("flat",), each_head=True, **TINY)
-    points = list(IndexBench(recipe).run())
-    assert [point["case"] for point in points] == ["R head 0", "R head 1"]
-    assert all(point["heads"] == [2, 1] for point in points)
-    assert all(point["indexes"][0]["recall"] == 1 for point in points)
-
-
 def test_what_is_not_installed_is_said_and_the_rest_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise InputError("faiss is not installed")
@@ -173,13 +163,6 @@ def test_what_is_not_installed_is_said_and_the_rest_measured(monkeypatch: pytest
     assert "samples_s" in point["indexes"][0]
     assert point_text(point).endswith("\nfaiss_flat, ivf, hnsw: faiss is not installed\n")
     assert "not installed" not in point_text(point, known=reasons(point))
-
-
-@needs_core
-def test_the_build_of_the_paper_is_for_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONTENDERS, "graph_paper", CONTENDERS["graph_paper"]._replace(most_rows=100))
-    (point,) = IndexBench(IndexRecipe(("S",), indexes=("flat", "graph_paper"), **TINY)).run()
-    assert "takes too long for 700 keys" in point["indexes"][1]["reason"]
 
 
 def test_auto_is_judged_by_the_fastest_it_could_have_chosen() -> None:

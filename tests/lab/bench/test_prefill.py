@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe, layer_table, point_text, ttft_table
-from kvsift_lab.bench.prefill_measure import PrefillBench, PrefillLayerBench, dense_chunk
+from kvsift_lab.bench.prefill_measure import PrefillBench, PrefillLayerBench
 
 QUOKA = "prefill=quoka:budget=160:chunk=128:dense_layers=none"
 CRITI = "prefill=critiprefill:budget=160:segment=128:dense_layers=none"
@@ -52,12 +52,3 @@ def test_one_layer_is_timed_against_dense_forms_that_agree(whole: bool) -> None:
     pairs = 512 * 512 / 2 if whole else 128 * (512 + 64)
     assert point["flops"] == 4 * 4 * 32 * pairs
     assert layer_table(result).count("\n") == 1 + len(point["variants"])
-
-
-def test_dense_forms_of_a_chunk_are_the_same_attention() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, length, 32, generator=generator) for heads, length in ((4, 16), (2, 80), (2, 80)))
-    forms = dense_chunk(q, k, v, 0.2, 64)
-    answers = [form().reshape(4, 16, 32) for form in forms.values()]
-    for other in answers[1:]:
-        torch.testing.assert_close(other, answers[0], rtol=1e-4, atol=1e-5)

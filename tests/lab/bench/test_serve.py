@@ -1,21 +1,18 @@
 """The bench of servers: what it asks and counts, with a server of canned answers and with a small real one."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
 from engine.tiny_directory import write_model
 from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.serve import ServeRecipe, over_dense, overhead, percentile, serve_table
-from kvsift_lab.bench.serve_client import TimedAnswer, ask
+from kvsift_lab.bench.serve_client import TimedAnswer
 from kvsift_lab.bench.serve_measure import DocumentMaker, ServeBench, gaps, load_numbers
 from refusals import refused
 
@@ -168,21 +165,6 @@ def test_rates_and_gaps_are_those_while_all_get_tokens() -> None:
     assert (percentile([3.0, 1.0, 2.0], 0.5), percentile(list(range(100)), 0.99)) == (2.0, 99)
 
 
-def test_lines_between_events_are_skipped_and_errors_raised() -> None:
-    answer = TimedAnswer()
-    for line in (b": read 5 of 9 tokens\n", b"\n", b"data: [DONE]\n", b'data: {"choices": [{"text": ""}]}\n'):
-        answer.take(line)
-    assert answer == TimedAnswer()
-    with refused("failed_process: it died"):
-        answer.take(b'data: {"error": {"message": "it died"}}\n')
-
-
-def test_a_client_stops_in_the_middle_of_an_answer(canned: CannedServer) -> None:
-    stop = Event()
-    stop.set()
-    assert ask(canned.url, "a", "dense", 300, stop).usage == {}
-
-
 def test_documents_have_their_lengths_and_begin_as_they_should(model: Path) -> None:
     tokenizer = ModelDirectory.check(model).tokenizer()
     maker = DocumentMaker(tokenizer, 0)
@@ -200,13 +182,3 @@ def test_work_of_this_process_and_its_children_is_not_that_of_others() -> None:
     sum(number * number for number in range(2_000_000))
     share = meter.share()
     assert share is None or 0 <= share <= 1.05
-
-
-def test_work_beside_a_named_process_is_that_of_others() -> None:
-    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    meter = OtherProcesses(idle.pid, os.sched_getaffinity(0))
-    while meter.elapsed_s < 0.2:
-        pass
-    share = meter.share()
-    idle.communicate(b"\n")
-    assert share is None or share > 0

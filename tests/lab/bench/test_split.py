@@ -7,7 +7,7 @@ import torch
 from kvsift_lab.bench import split_measure
 from kvsift_lab.bench.split import SplitRecipe, point_text
 from kvsift_lab.bench.split_measure import SplitBench, layer_bytes, require_host_memory, shared_bytes
-from kvsift_lab.bench.timeline import overlap, summary, timeline, union
+from kvsift_lab.bench.timeline import overlap, summary, union
 from refusals import refused
 
 from kvsift import InputError, native
@@ -29,10 +29,6 @@ def test_busy_time_is_counted_once() -> None:
         {"host_s": 14.5e-6, "device_s": 10e-6, "both_s": 2.5e-6}
     )
     assert told["timeline_us"][:3] == [["device", 0.0, 4.0], ["host", 2.0, 3.0], ["device", 3.0, 6.0]]
-
-
-def test_without_a_gpu_there_is_no_timeline() -> None:
-    assert timeline(lambda: pytest.fail("nothing need run"), CPU) == {}
 
 
 def test_a_million_tokens_of_llama_3_8b_are_128_gib() -> None:
@@ -62,14 +58,6 @@ def test_what_does_not_fit_the_host_is_refused(layers: int | None, values: Any, 
         return
     with refused(message):
         require_host_memory(*given)
-
-
-def test_that_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_measure, "available_bytes", lambda device: GIB)
-    monkeypatch.setattr(split_measure, "random_model", lambda *given, **how: pytest.fail("a model was made"))
-    recipe = SplitRecipe((1024, 1 << 20), ("offload",), device="cpu")
-    with refused("not_enough_memory: --host-values int8"):
-        SplitBench.of(recipe)
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled core is missing")

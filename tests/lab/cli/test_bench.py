@@ -138,15 +138,6 @@ def test_decode_tells_every_point_and_ends_with_a_table(run: Run, decode: dict[s
     assert json.loads((tmp_path / "result.json").read_text())["points"] == decode["points"]
 
 
-@pytest.mark.parametrize("what", ["attention", "decode"])
-def test_json_prints_the_result_and_nothing_else(
-    run: Run, attention: dict[str, Any], decode: dict[str, Any], what: str
-) -> None:
-    document = run("bench", what, "--json").document
-    assert document["kind"] == what
-    assert document["bandwidth"] == BANDWIDTH
-
-
 def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Path) -> None:
     kept, plan = tmp_path / "prefill.json", "prefill=quoka:budget=160:chunk=128:dense_layers=none"
     arguments = ("--contexts", "512", "--chunk", "128", "--repeats", "1", "--plans", plan, "--device", "cpu")

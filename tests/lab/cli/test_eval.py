@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 from cli.watched import Refused, Run, files_in
-from kvsift_lab.cli.eval import TimeLeft, progress_text
+from kvsift_lab.cli.eval import TimeLeft
 from kvsift_lab.eval import runner
 from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.results import ResultsDirectory
@@ -74,12 +74,6 @@ def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, ta
     assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
 
 
-def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables: list[Any]) -> None:
-    outcome = run("eval", recipe, "--json")
-    ((found),) = outcome.document
-    assert (found["recipe"], found["results"], found["left_out"]) == ("mine", "results/mine", [3])
-
-
 def test_several_recipes_share_the_time_and_have_a_directory_each(
     run: Run, recipe: Path, tables: list[Any], tmp_path: Path
 ) -> None:
@@ -120,17 +114,6 @@ def test_a_recipe_that_makes_no_sense_is_refused(
 ) -> None:
     recipe.write_text(recipe.read_text().replace(*change))
     assert says in refused("eval", recipe)
-
-
-def test_recipes_are_all_read_before_the_first_runs(refused: Refused, recipe: Path, tables: list[Any]) -> None:
-    assert refused("eval", recipe, "no.toml").startswith("the recipe no.toml cannot be read: ")
-    assert refused("eval", recipe, recipe).startswith("two recipes have the same name")
-    assert tables == []
-
-
-def test_a_recipe_for_no_model_is_refused(refused: Refused, recipe: Path) -> None:
-    recipe.write_text(RECIPE + "model = 'nowhere'\n")
-    assert refused("eval", recipe).startswith("nowhere is not a directory.")
 
 
 def test_a_place_where_no_directory_can_be_is_refused_before_anything_runs(
@@ -263,22 +246,10 @@ def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused
     assert "deep" in refused("report", "deep")
 
 
-def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
-    said = refused("report", "nix")
-    assert said == "the result nix does not exist. Name a directory that kvsift eval wrote."
-
-
 def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
     outcome = run("report", result_in(tmp_path, "pass\x1b[2Jkey"))
     assert outcome.code == 2
     assert outcome.err.startswith("kvsift: a sample has the task 'pass\\x1b[2Jkey', which is not")
-
-
-@pytest.mark.parametrize("command", ["eval", "report", "calibrate", "bench attention", "bench dump", "bench chart"])
-def test_every_command_that_writes_takes_out_and_output(run: Run, command: str) -> None:
-    told = run(*command.split(), "--help").out
-    assert "--out" in told
-    assert "--output" in told
 
 
 def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> None:
@@ -297,14 +268,6 @@ def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> No
                 assert estimate is None
             else:
                 assert estimate == pytest.approx(whole * contexts - now, rel=0.1, abs=0.1)
-
-
-def test_progress_is_said_in_contexts_and_plain_units() -> None:
-    half = RunProgress(3, 6, 0.5)
-    assert progress_text(half, None) == "3 of 6 contexts (50%)"
-    assert progress_text(half, 45.2) == "3 of 6 contexts (50%), about 45 seconds left"
-    assert progress_text(half, 600.0) == "3 of 6 contexts (50%), about 10 minutes left"
-    assert progress_text(half, 9000.0) == "3 of 6 contexts (50%), about 2.5 hours left"
 
 
 def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(

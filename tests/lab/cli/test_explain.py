@@ -33,17 +33,6 @@ def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.
     assert compared == ["oracle_tokens", "quest:page_size=8", "streaming_llm"]
 
 
-def test_beside_a_page_hundreds_of_rows_of_heads_are_not_printed(run: Run, model: Path, text: Path) -> None:
-    how = ["explain", "--model", model, "--context", text, "--question", ASKED, "--plan", QUEST, "--max-new-tokens", 3]
-    outcome = run(*how, "--methods", "quest", "--html", "page.html")
-    assert "by layer and head" not in outcome.out
-    assert "what methods would have read" in outcome.out
-    assert "page.html" in outcome.out.splitlines()[-1]
-    page = Path("page.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "<h3>By layer and head</h3>" in page
-
-
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_page_that_cannot_be_written_loses_no_output(
     run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
@@ -127,10 +116,6 @@ def test_several_tokens_in_text_json_and_on_the_page(run: Run, model: Path, text
 def test_refused(refused: Refused, model: Path, text: Path, options: list[object], message: str) -> None:
     said = refused("explain", "--model", model, "--context", text, "--question", ASKED, *options)
     assert message in said
-
-
-def test_a_text_needs_a_question(refused: Refused, model: Path, text: Path) -> None:
-    assert refused("explain", "--model", model, "--context", text).startswith("--context needs a --question")
 
 
 def test_an_answer_that_ends_early_says_which_tokens_it_has(run: Run) -> None:

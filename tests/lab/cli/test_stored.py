@@ -1,7 +1,6 @@
 """Results on disk: a summary that is read and compared, samples beside it, and both together again."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ def test_a_summary_has_numbers_in_place_of_samples(tmp_path: Path) -> None:
     assert second["samples"] == {"count": 2, "medians": {"seconds": 2.0}}
 
 
-def test_a_point_is_added_to_the_same_folder(tmp_path: Path) -> None:
-    stored.save(tmp_path / "result", {**RESULT, "points": RESULT["points"][:1]})
-    stored.save(tmp_path / "result", RESULT)
-    assert stored.load(tmp_path / "result") == RESULT
-
-
 def test_a_point_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     stored.save(tmp_path / "result", RESULT)
     first = {**RESULT, "points": RESULT["points"][:1]}
@@ -73,9 +66,3 @@ def test_a_folder_of_other_files_is_no_place_for_a_result(refused: Refused, tmp_
 def test_a_damaged_result_is_named(refused: Refused, tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert refused("bench", "chart", name, "--out", "chart.svg").startswith(f"the result {name} ")
-
-
-def test_a_python_without_lzma_keeps_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lzma", None)
-    stored.save(tmp_path / "result", RESULT)
-    assert stored.load(tmp_path / "result") == RESULT

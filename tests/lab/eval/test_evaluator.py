@@ -127,13 +127,6 @@ def test_turns_follow_the_questions_and_answers_before_them(
     assert said[2] == f"{said[1]} {answers[1]['answer']}\n\n\nQuestion: Turn 2?\nAnswer:"
 
 
-def test_a_conversation_cut_short_is_held_again_up_to_what_lacks(talk: tuple[Evaluator, Sample]) -> None:
-    asked, _ = talk
-    every = results(asked)
-    (last,) = asked.results(asked.recipe.jobs[0], frozenset([("dense", 0), ("dense", 1)]))
-    assert (last["question"], last["answer"]) == (2, every[2]["answer"])
-
-
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE], ids=["no template", "a chat template"])
 def test_perplexity_is_that_of_one_forward_pass_when_nothing_is_hidden(
     template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 from ends import set_ends
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
-from kvsift_lab.eval.explain.explanation import Explanation, passages_of, word_starts
+from kvsift_lab.eval.explain.explanation import Explanation, passages_of
 from kvsift_lab.eval.explain.page import page
 from lab.eval.samples import Tags
 from refusals import refused
@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from kvsift.api.llm import LLM
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.options import GenerateOptions
-from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
 
@@ -105,13 +103,6 @@ def test_a_method_is_asked_what_the_run_is_asked(tiny: LLM, method: str) -> None
         assert 0 < float(run.mean()) < 0.9
 
 
-def test_a_run_that_frees_what_it_drops_is_explained_like_one_that_hides_it(tiny: LLM) -> None:
-    found = explained(tiny, plan="tova:budget=96:window=16:dense_layers=none:evict=true", methods=["tova"], token=3)
-    run = torch.tensor([reading.seen for reading in found.readings])
-    assert run.mean((0, 1)).tolist() == pytest.approx(found.choices[1].passages)
-    assert found.choices[1].overlap < 1
-
-
 def test_queries_are_foreseen_for_a_method_beside_the_run(tiny: LLM) -> None:
     """What layer 0 gets is the same under any plan, and so is what is foreseen of it for layer 1."""
     beside = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0"], token=0)
@@ -123,12 +114,6 @@ def test_queries_are_foreseen_for_a_method_beside_the_run(tiny: LLM) -> None:
     )
     counts = [found.choices[1].layers[1]["visible_tokens"] for found in (beside, alone)]
     assert counts[0] == counts[1] < 96
-
-
-def test_methods_that_foresee_and_that_hear_of_the_layer_below_stand_side_by_side(tiny: LLM) -> None:
-    both = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0", "less_is_more"], token=1)
-    alone = [explained(tiny, plan=QUEST, methods=[name], token=1) for name in ("infinigen:alpha=1.0", "less_is_more")]
-    assert [each.passages for each in both.choices[1:]] == [found.choices[1].passages for found in alone]
 
 
 def test_the_passages_most_read_are_parts_of_the_document_and_not_of_the_system_prompt(tiny: LLM) -> None:
@@ -161,31 +146,6 @@ def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> No
             each.visible_tokens, abs=1e-3
         )
     assert oracle.recall > found.choices[-1].recall
-
-
-def test_watching_changes_no_token(tiny: LLM) -> None:
-    ids = tiny.read(text_of(600)).check(QUESTION, 5)
-    alone = Transcript(tiny.request(ids, tiny.plan, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
-    cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
-    tiny.feed(cache, ids[:-1])
-    cache.prepare()
-    token = ids[-1]
-    while not alone.done:
-        token = int(tiny.feed(cache, [token], phase="decode")[0, -1].argmax())
-        alone.take(token, 0.0)
-    found = explained(tiny, plan=QUEST, methods=["quest:page_size=16", "keydiff"])
-    assert found.answer == alone.text.strip()
-    dense = explained(tiny, plan="dense", methods=["quest:page_size=16"])
-    assert found.answer != dense.answer, "the plan says which tokens come"
-
-
-def test_dense_layers_of_a_plan_are_dense_for_all(tiny: LLM) -> None:
-    found = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0", methods=["keydiff"])
-    assert all(share == 1 for row in found.readings[0].seen for share in row)
-    assert all([row["layer"] for row in each.layers] == [1, 2] for each in found.choices)
-    everywhere = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0+1+2", methods=["keydiff"])
-    assert everywhere.choices == []
-    assert "What methods" not in page(everywhere)
 
 
 def test_the_budget_of_the_methods() -> None:
@@ -282,15 +242,6 @@ def test_the_page_is_whole_by_itself(tiny: LLM) -> None:
         assert each.text.strip() in tags.text
 
 
-def test_colours_say_how_much_was_read(tiny: LLM) -> None:
-    """Of every head, as many marks as passages with 0.2 % of its attention or more, dark as the square root of it."""
-    found = explained(tiny, plan=QUEST)
-    drawn = page(found).partition("<h3>What methods")[0].count("% of the attention</title>")
-    assert drawn == sum(share >= 0.002 for reading in found.readings for row in reading.mass for share in row)
-    most = max(share for reading in found.readings for row in reading.mass for share in row)
-    assert f"fill-opacity: {round(most**0.5, 6):g}" in page(found)
-
-
 def test_several_tokens_are_explained_as_each_alone(tiny: LLM) -> None:
     how = {"plan": QUEST, "methods": ["quest:page_size=8", "tova"]}
     alone = [explained(tiny, token=token, **how) for token in (0, 3)]
@@ -298,17 +249,6 @@ def test_several_tokens_are_explained_as_each_alone(tiny: LLM) -> None:
     every = several(tiny, **how)
     assert [each.token for each in every] == [0, 1, 2, 3, 4]
     assert [every[0], every[3]] == alone
-
-
-def test_a_page_of_several_tokens_has_a_part_for_each(tiny: LLM) -> None:
-    found = several(tiny, plan=QUEST, tokens=[1, 3])
-    tags = Tags()
-    tags.feed(page(*found))
-    ids = [value for name, value in tags.attributes if name == "id"]
-    assert len(set(ids)) == len(ids)
-    assert {"t1", "t3", "t1p0", "t3p0"} < set(ids)
-    assert {value for name, value in tags.attributes if name == "href"} == {f"#{each}" for each in ids}
-    assert "Explained tokens" in tags.text
 
 
 def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
@@ -328,16 +268,6 @@ def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
     assert dense.readings[0].oracle is None
 
 
-def test_a_row_of_the_map_leads_to_its_numbers(tiny: LLM) -> None:
-    found = explained(tiny, plan=QUEST)
-    html = page(found)
-    assert re.search(r'<a href="#t2l1h3" tabindex="-1"><text[^>]*>layer 1, head 3</text></a>', html)
-    row = html.partition('<tr id="t2l1h3">')[2].partition("</tr>")[0]
-    most = max(range(len(found.passages)), key=lambda index: found.readings[1].mass[3][index])
-    assert row.startswith('<th scope="row">layer 1, head 3</th>')
-    assert f'<a href="#t2p{most}">' in row
-
-
 def test_words_carry_the_attention_of_their_tokens(embedded: Callable[[str], Explanation]) -> None:
     found = embedded("dense")
     assert ["".join(text for text, _ in words) for words in found.words] == [each.text for each in found.passages]
@@ -352,12 +282,3 @@ def test_no_passage_is_cut_inside_a_word(embedded: Callable[[str], Explanation])
     passages = embedded("dense").passages
     for before, after in pairwise(passages[1:-1]):
         assert before.text[-1:].isspace() or after.text[:1].isspace(), (before.text, after.text)
-
-
-def test_text_without_spaces_is_still_cut_into_passages() -> None:
-    pieces = list("蒸気機関車は山を越えて" * 20)  # a token each
-    assert all(word_starts(pieces))
-    assert {each.stop - each.start for each in passages_of(pieces, (4, 204), 50)[1:-1]} == {50}
-    assert [each.stop for each in passages_of(["x"] * 300, (0, 300), 100)] == [100, 200, 300], (
-        "one word, cut as it comes"
-    )

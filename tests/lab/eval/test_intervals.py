@@ -39,10 +39,6 @@ def test_other_scores_are_resampled_the_same_way_every_time() -> None:
     assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.008)
 
 
-def test_equal_scores_leave_no_doubt() -> None:
-    assert interval([0.4, 0.4, 0.4]) == pytest.approx((0.4, 0.4))
-
-
 def test_questions_that_stand_or_fall_together_count_as_one() -> None:
     """By hand. Two contexts of four questions, all right or all wrong: sums of deviations are 2 and -2, so the mean
     varies by (4 + 4) / 64 * 2 / 1 = 1 / 4, and eight independent questions by (2 / 8 + 1 / 4) / 8 = 1 / 16."""
@@ -62,20 +58,6 @@ def test_what_contexts_share_is_found_on_average() -> None:
         return [shared if generator.random() < 0.5 else float(generator.random() < 0.5) for _ in range(8)]
 
     assert design_effect([[context() for _ in range(3)] for _ in range(3000)]) == pytest.approx(1 + 7 / 4, rel=0.03)
-
-
-def test_independent_questions_count_as_they_are() -> None:
-    generator = random.Random(0)
-    cells = [[[float(generator.random() < 0.6) for _ in range(8)] for _ in range(5)] for _ in range(400)]
-    assert design_effect(cells) == pytest.approx(1.0, abs=0.1)
-    assert design_effect([[[score] for context in cells[0] for score in context]]) == pytest.approx(1.0)
-    assert design_effect([[[1.0, 0.0], [0.0, 1.0]]]) == 1.0  # contexts more alike than chance makes them
-    assert design_effect([[[1.0, 1.0], [1.0]]]) == 1.0
-
-
-def test_one_context_says_nothing_about_others() -> None:
-    assert design_effect([[[1.0, 0.0, 1.0]], [[0.0, 0.0]]]) is None
-    assert design_effect([]) is None
 
 
 def test_intervals_widen_with_it() -> None:

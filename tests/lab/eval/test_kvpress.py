@@ -12,7 +12,6 @@ from lab.eval.samples import recipe_of, sample
 from refusals import refused
 
 QUEST = "quest:budget=64:window=16:sinks=4:dense_layers=none"
-LARGER = "quest:budget=256:window=16:sinks=4:dense_layers=none"
 
 
 def result_of(folder: Path, samples: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
@@ -50,22 +49,6 @@ def test_the_configuration_is_yaml_that_names_the_plan(tmp_path: Path) -> None:
     assert config["press_init_command"] == f"kvsift {QUEST}"
     assert config["fraction"] == 1.0
     assert config["max_new_tokens"] is None
-
-
-def test_ratios_that_round_to_the_same_lie_side_by_side(tmp_path: Path) -> None:
-    """kvpress's own readers take the folders below a directory, and none that lie deeper."""
-    made = result_of(tmp_path, [sample(QUEST, 64), sample(LARGER, 256, density=0.1011)])
-    folders = write_folders([("x", made)], tmp_path / "out")
-    start = "kvsift__700__kvsift--embedded__quest__"
-    assert [folder.name for folder in folders] == [f"{start}0.9000", f"{start}0.8989"]
-    assert {folder.parent for folder in folders} == {tmp_path / "out"}
-    assert write_folders([("x", made)], tmp_path / "out") == folders  # written again, not beside
-
-
-def test_equal_ratios_are_numbered(tmp_path: Path) -> None:
-    made = result_of(tmp_path, [sample(QUEST, 64), sample(LARGER, 256)])
-    first, second = write_folders([("x", made)], tmp_path / "out")
-    assert second == first.with_name(first.name + "__2")
 
 
 def test_names_in_a_result_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of
-from refusals import refused
 
 REAL = find_spec("lm_eval") is not None
 CONTEXT, CONTINUATION = text_of(300), " and the wheel turns"
@@ -81,15 +80,6 @@ def test_a_continuation_is_as_likely_as_in_one_dense_pass(dense: Any) -> None:
     assert not greedy
 
 
-def test_the_likeliest_continuation_is_greedy(dense: Any) -> None:
-    context: list[int] = dense.tok_encode(CONTEXT)
-    likeliest: list[int] = []
-    for _ in range(4):
-        likeliest.append(by_one_pass(dense, [*context, *likeliest], [0])[1][0])
-    assert score(dense, context, likeliest)[1]
-    assert not score(dense, context, [*likeliest[:-1], (likeliest[-1] + 1) % 200])[1]
-
-
 def test_continuations_of_one_context_read_it_once(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fed: list[int] = []
     prefill = dense.llm.feed
@@ -100,13 +90,6 @@ def test_continuations_of_one_context_read_it_once(dense: Any, monkeypatch: pyte
     alone = score(dense, context, [70, 71])
     assert [score(dense, context, each) for each in ([70, 71], [80], [70, 71])][::2] == [alone, alone]
     assert fed.count(len(context) - 1) == 1
-
-
-def test_a_text_without_context_follows_bos(dense: Any) -> None:
-    assert dense.prefix_token_id == 0
-    total, _ = score(dense, [0], dense.tok_encode(CONTINUATION, add_special_tokens=False))
-    expected, _ = by_one_pass(dense, [0], dense.tok_encode(CONTINUATION, add_special_tokens=False))
-    assert total == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_plan_decides_what_is_read(lm_eval: ModuleType, model: Path, dense: Any) -> None:
@@ -136,13 +119,6 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(dense: Any, monkeypatch:
     assert asked == [CONTEXT]
 
 
-def test_lm_evals_own_models_are_still_found(lm_eval: ModuleType) -> None:
-    from lm_eval.api.registry import get_model
-
-    assert get_model("hf") is not None
-    assert get_model("kvsift") is lm_eval.KVSiftLM
-
-
 def test_a_whole_text_is_scored_with_its_bos_and_in_the_windows_of_hf(
     lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,26 +138,6 @@ def test_a_context_keeps_all_tokens_that_the_model_has_positions_for(
     context, continuation = dense.tok_encode(CONTEXT), [70, 71, 72]
     expected, _ = by_one_pass(dense, context[-38:], continuation)
     assert score(dense, context, continuation)[0] == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_stop_before_anything_else_leaves_no_text(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense.llm, "generate", lambda text, **kwargs: SimpleNamespace(text="\n\nA. 4"))
-    request = SimpleNamespace(args=(CONTEXT, {"until": ["\n", "4"]}))
-    assert dense.generate_until([request]) == [""]
-
-
-def test_a_model_of_the_hub_names_one_file_of_the_cache_of_requests(
-    lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(dense.llm.directory), "name", "Qwen/Qwen3-4B")
-    assert dense.tokenizer_name == "Qwen__Qwen3-4B"
-    with refused("unsupported_prompt: Qwen/Qwen3-4B"):
-        dense.apply_chat_template([])
-
-
-def test_without_a_chat_template_there_are_no_turns(dense: Any) -> None:
-    with refused("unsupported_prompt"):
-        dense.apply_chat_template([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.skipif(not REAL, reason="lm-eval is not installed")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from kvsift_lab.eval.loaders import load_file
 from kvsift_lab.eval.loaders.longbench import FORMATS
-from kvsift_lab.eval.loaders.reading import ContextFitter, depth_of, leading, trailing
+from kvsift_lab.eval.loaders.reading import ContextFitter, depth_of
 from kvsift_lab.eval.recipe import EvalRecipe
-from kvsift_lab.eval.scorers import SCORERS, score
+from kvsift_lab.eval.scorers import SCORERS
 from kvsift_lab.eval.tasks import Question, Sample
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 from lab.eval.task_tools import BOS, encode
@@ -53,16 +53,6 @@ def test_ruler_splits_a_prompt_before_its_last_question(tmp_path: Path, name: st
     assert (question.max_new_tokens, question.stop) == (30, None)
 
 
-def test_ruler_files_without_answer_prefix_keep_it_in_the_question(tmp_path: Path) -> None:
-    text = "A text with 71.\nWhat is the special magic number for x? The special magic number for x is"
-    path = write(tmp_path / "niah_single_1.jsonl", {"index": 3, "input": text, "outputs": ["71"], "length": 5})
-    made, question = only(load_file("ruler", path, encode))
-    assert made.context + question.tail == text
-    assert made.context == "A text with 71."
-    assert question.depth == made.context.index("71") / len(made.context)
-    assert question.max_new_tokens == 128
-
-
 def test_ruler_questions_of_documents_are_scored_in_part(tmp_path: Path) -> None:
     instruction = "Answer the question based on the given documents."
     text = f"{instruction}\n\nX\n\n{instruction}\n\nQ"
@@ -94,23 +84,6 @@ def test_every_longbench_data_set_has_a_prompt_and_a_scorer() -> None:
     assert always_the_same == {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}
 
 
-def test_longbench_classes_are_given_to_the_scorer(tmp_path: Path) -> None:
-    line = LONGBENCH_LINE | {"dataset": "trec_e", "answers": ["City"], "all_classes": ["City", "Animal"]}
-    _, question = only(load_file("longbench", write(tmp_path / "trec.jsonl", line), encode))
-    assert question.references == ("City", "City", "Animal")
-    assert score(question.scorer, " City\nAnimal", question.references) == 1.0
-    assert score(question.scorer, " City, Animal", question.references) == 0.5
-
-
-def test_longbench_prompts_beside_the_data_are_used(tmp_path: Path) -> None:
-    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "Read {context}. Now: {input}"}))
-    made, question = only(load_file("longbench", write(tmp_path / "a.jsonl", LONGBENCH_LINE), encode))
-    assert made.context + question.tail == "Read Über Łódź: it is in Oslo.. Now: Where is {it}?"
-    (tmp_path / "dataset2prompt.json").write_text('{"hotpotqa": "no slot"}')
-    with refused("wrong_file: dataset2prompt.json"):
-        load_file("longbench", tmp_path / "a.jsonl", encode)
-
-
 # InfiniteBench
 
 
@@ -120,22 +93,6 @@ def test_infinitebench_retrieval(tmp_path: Path) -> None:
     assert question.tail == "\n\nWhat is it?\n\nThe pass key is"
     assert (question.references, question.scorer, question.max_new_tokens) == (("71432",), "first_number", 6)
     assert made.context.endswith("\n\nThe pass key is 71432.")
-
-
-def test_infinitebench_numbers_are_asked_for_before_the_list(tmp_path: Path) -> None:
-    line = {"context": "[3, 4]", "input": "One number. The median number of the list is: ", "answer": 3.5}
-    made, question = only(load_file("infinitebench", write(tmp_path / "math_find.jsonl", line), encode))
-    assert made.context == "What is the median number in the following list?\n\n[3, 4]"
-    assert score(question.scorer, "3.5", question.references) == 1.0
-
-
-@pytest.mark.parametrize("answer", ["foo", ["foo"], ["foo", "B"]])
-def test_infinitebench_options_have_letters(tmp_path: Path, answer: object) -> None:
-    line = {"context": "code {options}", "input": "", "answer": answer, "options": ["bar", "foo", "baz", "qux"]}
-    made, question = only(load_file("infinitebench", write(tmp_path / "code_debug.jsonl", line), encode))
-    assert made.context.endswith("code {options}")
-    assert "\nA. bar\nB. foo\nC. baz\nD. qux\n" in question.tail
-    assert question.references == ("foo", "B")
 
 
 def test_infinitebench_calls_are_found_in_the_input(tmp_path: Path) -> None:
@@ -247,33 +204,11 @@ def test_a_question_longer_than_half_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 50, 99])
-def test_ends_of_a_text_are_cut_between_characters(count: int) -> None:
-    text = "ünï" * 20  # 5 bytes each
-    assert len(encode(leading(text, count, encode))) in (count - 1, count)
-    assert len(encode(trailing(text, count, encode))) in (count - 1, count)
-    assert text.startswith(leading(text, count, encode))
-    assert text.endswith(trailing(text, count, encode))
-
-
 def test_depth_is_where_the_last_answer_first_stands() -> None:
     assert depth_of("ab12cd34ab", ["12", "34"]) == 0.6
     assert depth_of("ab12cd", ["56"]) == 1.0
     assert depth_of("ab12cd", ["12", "56"]) == 1.0
     assert depth_of("", ["12"]) == 1.0
-
-
-def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
-    line = LONGBENCH_LINE | {"context": "one\u2028two\x85three"}
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line, ensure_ascii=False).encode() + b"\r\n\n  \n")
-    made, _ = only(load_file("longbench", path, encode))
-    assert made.context.endswith("one\u2028two\x85three")
-
-
-def test_only_as_many_samples_as_wanted_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE, ["a bad line"])
-    assert len(load_file("longbench", path, encode, limit=2)) == 2
 
 
 def infinite(**line: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 import lzma
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -143,11 +142,6 @@ def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> 
         opened(tmp_path, recipe_of(tmp_path, referred, instead))
 
 
-def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: EvalRecipe) -> None:
-    leave(tmp_path, recipe)
-    opened(tmp_path, recipe_of(tmp_path, ("seed = 5", "seed = 5\ndevice = 'cpu'"))).close()
-
-
 def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
     data = tmp_path / "hotpotqa.jsonl"
     data.write_text("{}\n")
@@ -269,14 +263,6 @@ def test_a_whole_result_is_packed_and_read_as_before(tmp_path: Path, recipe: Eva
     assert read_summary(tmp_path / "out")["cells"] == before["cells"]
 
 
-def test_an_unfinished_result_stays_text(tmp_path: Path, recipe: EvalRecipe) -> None:
-    results = whole_result(tmp_path / "part", recipe)
-    assert "| dense |" in (tmp_path / "part" / "tables.md").read_text()
-    results.write_summary({"left_out": [1]})
-    results.close()
-    assert contents(tmp_path / "part").keys() == {"samples.jsonl", "summary.json", "recipe.toml"}
-
-
 def test_a_summary_that_an_earlier_version_compressed_is_read_and_written_as_text(
     tmp_path: Path, recipe: EvalRecipe
 ) -> None:
@@ -291,15 +277,6 @@ def test_a_summary_that_an_earlier_version_compressed_is_read_and_written_as_tex
     again.close()
     assert contents(tmp_path / "out").keys() == FINISHED
     assert summary.read_bytes() == text
-
-
-def test_a_packed_result_that_is_only_looked_at_is_not_touched(tmp_path: Path, recipe: EvalRecipe) -> None:
-    whole_result(tmp_path / "out", recipe).close()
-    before = contents(tmp_path / "out")
-    again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
-    again.write_summary(tables_of(document_of(recipe), again.samples, []))
-    again.close()
-    assert contents(tmp_path / "out") == before
 
 
 def test_a_packed_result_that_grows_is_text_again_until_it_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
@@ -425,12 +402,3 @@ def test_a_process_that_came_while_another_packed_writes_to_no_removed_file(
     lines.append("new")
     lines.close()
     assert contents(tmp_path) == {"samples.jsonl": text_of([*OLD, "new"])}
-
-
-def test_a_python_without_lzma_says_how_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_bytes(text_of(OLD))
-    compress(path)
-    monkeypatch.setitem(sys.modules, "lzma", None)
-    with refused("missing_package"):
-        whole_lines(path)

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 from kvsift_lab.eval.recipe import Job
 from kvsift_lab.eval.results import document_of
-from kvsift_lab.eval.summary import chance, mixed_scorers, tables_of, unequal, unsolved_by_dense
+from kvsift_lab.eval.summary import chance, tables_of, unequal, unsolved_by_dense
 from kvsift_lab.eval.tables import score_table
 from lab.eval.samples import recipe_of, sample
 
 QUEST = "quest:budget=64:window=16:sinks=4:dense_layers=none"
-STREAMING = "streaming_llm:budget=64:sinks=4:dense_layers=none"
 
 
 @pytest.fixture
@@ -116,9 +115,3 @@ def test_a_model_that_answers_nothing_right_is_said_in_warnings_and_table(docume
     assert solved["unsolved"] == [["passkey", 700]]
     solved["chance"][0]["score"] = 0.25
     assert unsolved_by_dense(solved["cells"], solved["chance"]) == []
-
-
-def test_answers_scored_by_two_versions_are_said(document: dict[str, Any]) -> None:
-    samples = [sample(scorer="exact"), sample(scorer="contains", question=1)]
-    assert any("some samples are scored by exact" in each for each in tables_of(document, samples, [])["warnings"])
-    assert not mixed_scorers([sample(scorer="qa_f1"), sample(scorer="rouge_l")])

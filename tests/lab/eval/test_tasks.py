@@ -3,14 +3,13 @@
 import hashlib
 import random
 import re
-import time
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from kvsift_lab.eval import tasks
 from kvsift_lab.eval.loaders import LOADERS
-from kvsift_lab.eval.scorers import SCORERS, exact_match, parse_answer
+from kvsift_lab.eval.scorers import SCORERS
 from kvsift_lab.eval.tasks import (
     FAMILIES,
     TASKS,
@@ -26,8 +25,7 @@ from refusals import refused
 
 from kvsift import texts
 from kvsift.texts.facts import facts
-from kvsift.texts.prose import document, paragraphs
-from kvsift.tokenization.prompt import answer_text, question_text
+from kvsift.texts.prose import document
 
 OWN = FAMILIES["own"]
 NEW = [name for name in TASKS if name not in OWN]
@@ -89,12 +87,6 @@ def test_a_context_that_is_too_short_is_refused(task: str) -> None:
         make_sample(task, 20, 0, encode)
 
 
-def test_a_family_names_its_tasks() -> None:
-    assert len(FAMILIES["ruler"]) == 13
-    assert task_names(["needle", "ruler", "niah_single_1", "needle"]) == ("needle", *FAMILIES["ruler"])
-    assert [name for family in FAMILIES.values() for name in family] == list(TASKS)
-
-
 def test_an_unknown_task_names_the_nearest() -> None:
     with refused("unknown_name: did you mean 'niah_single_1'"):
         find_task("niah_single1")
@@ -110,15 +102,6 @@ def test_every_file_with_tasks_is_listed_once() -> None:
         if re.search("^TASKS = ", file.read_text(), re.MULTILINE)
     ]
     assert sorted(tasks.MODULES) == sorted(with_tasks)
-
-
-def test_every_task_says_what_it_is() -> None:
-    assert all(task.about and "\n" not in task.about and len(task.about) < 90 for task in TASKS.values())
-
-
-def test_a_question_without_references_has_its_answer_as_the_only_one() -> None:
-    assert Question("Where?", "Oslo", 0.5).references == ("Oslo",)
-    assert Question("Where?", "Oslo", 0.5, ("Oslo", "Norway")).references == ("Oslo", "Norway")
 
 
 def test_a_tail_is_framed_unless_the_question_brings_its_own_format() -> None:
@@ -189,18 +172,6 @@ def test_depths_cover_the_context(task: str) -> None:
     assert depths[-1] > 0.7
 
 
-def test_short_contexts_ask_fewer_questions() -> None:
-    assert len(sample("needle", 512, num_questions=100).questions) < 10
-
-
-def test_samples_are_made_quickly() -> None:
-    paragraphs()  # read once per process
-    start = time.process_time()
-    for task in OWN:
-        sample(task, 32768)
-    assert time.process_time() - start < 5
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_no_two_facts_of_a_document_answer_one_question(seed: int) -> None:
     made = list(islice(facts(random.Random(seed)), 200))
@@ -220,14 +191,3 @@ def test_document_hides_facts_at_their_depths() -> None:
 def test_document_refuses_depths_outside_it() -> None:
     with pytest.raises(ValueError, match="one depth between 0 and 1 per fact"):
         document(["Mia lives in Oslo."], [1.5], 100, len)
-
-
-def test_prompt_ends_where_the_answer_starts() -> None:
-    assert question_text("Where does Mia live?") == "\n\nQuestion: Where does Mia live?\nAnswer:"
-    assert answer_text("Oslo") == " Oslo\n"
-
-
-def test_answer_is_the_first_line() -> None:
-    assert parse_answer(" Oslo\n\nQuestion: and?") == "Oslo"
-    assert exact_match(" Oslo.\n", "Oslo")
-    assert not exact_match(" Oslo and Bergen\n", "Oslo")

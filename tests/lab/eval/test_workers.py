@@ -29,10 +29,6 @@ def test_processes_see_one_gpu_each_in_turns() -> None:
     assert sorted(run_jobs(seeing, (), [()] * 3, 3, gpus=("4", "6"))) == ["4", "4", "6"]
 
 
-def test_without_jobs_nothing_is_started() -> None:
-    assert list(run_jobs(multiplying, (10,), [], 3)) == []
-
-
 def test_what_is_not_wanted_any_more_is_ended() -> None:
     results = run_jobs(sleeping, (), [(0.0,), (60.0,)], 2)
     assert next(results) == 0.0

@@ -80,12 +80,6 @@ def test_heads_take_the_tokens_of_the_heads_that_the_file_names(file: str) -> No
         assert torch.equal(units, expected)
 
 
-def test_query_heads_move_with_their_group(file: str) -> None:
-    _, asked = decoded(TidalDecode(anchors=file, heads="query"), draw_tokens(PROMPT + 1, 0))
-    two, _, five, _ = (question.selection.units for question in asked)
-    assert torch.equal(five, two[[2, 3, 0, 1]])
-
-
 def test_sketches_are_read_in_anchors_alone_and_estimate_the_rest_there(file: str) -> None:
     stack, asked = decoded(Sketch(anchors=file, page_size=4), draw_tokens(PROMPT + 1, 0))
     two, three, five, seven = (question.selection for question in asked)
@@ -95,14 +89,6 @@ def test_sketches_are_read_in_anchors_alone_and_estimate_the_rest_there(file: st
     assert [chosen.extra is None for chosen in (two, three, five, seven)] == [False, False, True, True]
     read = [layer.stats.phase("decode").index_bytes_read for layer in stack.layers]
     assert read[2] == five.units.numel() * 8 < read[0], "the list of the anchor alone"
-
-
-def test_one_set_for_all_heads_needs_no_heads(file: str) -> None:
-    _, asked = decoded(LessIsMore(anchors=file), draw_tokens(PROMPT + 1, 0))
-    two, three, five, seven = (question.selection.units for question in asked)
-    assert torch.equal(two, five)
-    assert torch.equal(three, seven)
-    assert not torch.equal(two, three)
 
 
 def test_layers_that_select_see_everything_unless_told_not_to(file: str) -> None:

@@ -94,16 +94,6 @@ def test_the_best_blocks_are_kept_and_then_the_best_of_their_pages(
         assert question.selection.units.tolist() == by_hand
 
 
-@pytest.mark.parametrize("score_by", ["minmax", "minmax_fp8"])
-def test_a_factor_that_keeps_every_block_is_one_level(score_by: str) -> None:
-    tokens = draw_tokens(300, 0, SHAPE)
-    budget = Budget(tokens=50, sinks=4, window=4, dense_layers=())
-    one, _, plain = last_step(quest(score_by=score_by), budget, tokens)
-    two, _, runner = last_step(quest(score_by=score_by, prefilter=1000), budget, tokens)
-    assert torch.equal(one, two)
-    assert bytes_to_select(runner) == bytes_to_select(plain)
-
-
 def bytes_to_select(runner: Runner) -> int:
     return runner.stats.report()["phases"]["decode"]["kv_bytes_to_select"]
 

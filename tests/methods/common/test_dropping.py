@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contracts.harness import Runner, Tokens, assert_same_answer, draw_tokens, revealing_tokens, spy
+from contracts.harness import Runner, assert_same_answer, draw_tokens, revealing_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +12,6 @@ from kvsift.methods.common.dropped_tokens import NEVER, DroppedTokens
 from kvsift.methods.common.recent_queries import KEPT_BACK, RecentQueries
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
-from kvsift.types import LayerShape
 
 SPECS = ["h2o", "h2o:mode=oneshot", "h2o:mode=decode_only", "snapkv:queries=8", "tova"]
 SHARING = [f"{spec}:head_budgets=adaptive" for spec in [*SPECS[:-1], "snapkv:queries=8:heads=query"]]
@@ -32,20 +31,6 @@ def test_what_is_dropped_never_comes_back(spec: str) -> None:
     assert bool((visible.sum(-1).double().mean(0) == 40).all())
     gone = ~visible[:, :-1] & (torch.arange(130) <= torch.arange(60, 129)[:, None])
     assert not bool((gone & visible[:, 1:]).any()), "a token came back"
-
-
-def test_keydiff_that_frees_judges_by_what_is_left() -> None:
-    """By hand. Keys 0 to 2 point to x, 3 and 4 to y. The mean of the first four is (3, 1): token 3 is least like it,
-    and 0 the first of equals. Left with token 4, the mean is (1, 2), and 0 is the least like it, then 3. Choosing anew
-    from all five, whose mean is (3, 2), 3 and 4 are."""
-    x, y = [1.0, 0.0], [0.0, 1.0]
-    keys = torch.tensor([[x, x, x, y, y, x]])
-    tokens = Tokens(torch.zeros(1, 6, 2), keys, torch.zeros(1, 6, 2))
-    for evict, expected in (("true", [[0, 3], [0, 3]]), ("false", [[0, 3], [3, 4]])):
-        plan = parse_plan(f"keydiff:evict={evict}:budget=3:sinks=0:window=1:dense_layers=none")
-        asked = spy(plan.decode.method)
-        Runner(plan, shape=LayerShape(2, 1, 1, 2, 1.0)).feed_all(tokens, 4, [4, 5])
-        assert [question.selection.units[0].tolist() for question in asked] == expected
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *SHARING])
