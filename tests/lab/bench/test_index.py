@@ -1,33 +1,26 @@
 """The index benchmark in small: truth is true, knobs end where recall is reached, and the report says so."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kvsift_lab.bench import qk_dump
 from kvsift_lab.bench.index import IndexRecipe, auto_ratio, medians, point_table, point_text, reasons
 from kvsift_lab.bench.index_cases import (
     Case,
     Contender,
     FaissFlat,
-    beams,
     exact,
     mass_of,
-    of_dump,
     probes,
     recall,
     synthetic,
 )
 from kvsift_lab.bench.index_measure import IndexBench, searched, tune
-from refusals import refused
 from torch import Tensor
 
 from kvsift import InputError, native
 from kvsift.indexes.samples import QuerySamples
-from kvsift.kernels.rerotate import rerotate
-from kvsift.types import LayerShape, Rope
 
 TINY: dict[str, Any] = {
     "contexts": (700,), "ks": (10,), "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "samples": 128,
@@ -110,14 +103,6 @@ def test_only_what_answers_scored_counts_as_scanned(case: Case) -> None:
     assert searched(half, case, asked, truth, contender._replace(shared=True))["num_bytes"] == 2 * 30 * 32 * 2  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 10), (5000, 100), (100, 100)])
-def test_knobs_go_up_to_what_is_there(n: int, k: int) -> None:
-    for values in (beams(n, k), probes(n, k)):
-        assert values == sorted(set(values))
-        assert values[0] >= 1
-        assert values[-1] <= n
-
-
 @needs_core
 def test_every_index_of_our_own_is_measured() -> None:
     names = ("flat", "flat_int8", "graph", "graph_causal", "graph_paper", "auto")
@@ -178,46 +163,6 @@ def test_the_baseline_finds_the_nearest_keys(case: Case) -> None:
     ids = torch.stack([FaissFlat(case.keys).search(each, case.keys, 9)[0] for each in asked])
     assert recall(ids, exact(case, asked, 9).ids) >= 0.99
     assert FaissFlat(case.keys).search(asked[0], case.keys, 301)[0][:, -1].tolist() == [-1] * 4
-
-
-class FakeDump:
-    """A dump whose queries at decode positions look for the key of a known token, once they are turned."""
-
-    path, name, length = Path("fake.safetensors"), "fake", 200
-    rope = Rope(1e4 ** (-torch.arange(0, 16, 2) / 16))
-
-    def layer(self, layer: int) -> qk_dump.LayerQK:
-        generator = torch.Generator().manual_seed(layer)
-        plain = torch.randn(1, self.length, 16, generator=generator)
-        positions, decode = torch.arange(0, self.length, 3), torch.arange(self.length, self.length + 8)
-        keys = self._at(plain, torch.arange(self.length))
-        asked = plain[:, 50:58].repeat(2, 1, 1)  # tokens 50 to 57
-        shape = LayerShape(layer, 2, 1, 16, 0.25, None, self.rope)
-        queries = self._at(plain[:, positions].repeat(2, 1, 1), positions)
-        return qk_dump.LayerQK(shape, keys, keys, queries, positions, self._at(asked, decode), decode)
-
-    def _at(self, plain: Tensor, positions: Tensor) -> Tensor:
-        return rerotate(plain, torch.zeros_like(positions), positions, self.rope)
-
-
-def test_a_dump_is_searched_without_sinks_and_window() -> None:
-    case = of_dump(FakeDump(), 3, 20, 8, sinks=10, window=30)  # type: ignore[arg-type]
-    held = FakeDump().layer(3)
-    assert case.name == "P fake layer 3"
-    assert torch.equal(case.keys, held.keys[:, 10:170])
-    assert len(case.samples.positions) == 20
-    assert torch.equal(case.queries, held.decode_queries)
-    assert (case.first, case.window) == (10, 30)
-    # decoding begins behind the last sample
-    assert case.samples.positions[-1] == held.positions[-1]
-    assert torch.equal(case.samples.queries[:, -1], held.queries[:, -1])
-
-
-def test_fewer_decode_queries_of_a_dump_are_evenly_spread() -> None:
-    case = of_dump(FakeDump(), 0, 20, 4, sinks=10, window=30)  # type: ignore[arg-type]
-    assert torch.equal(case.queries, FakeDump().layer(0).decode_queries[:, 1::2])
-    with refused("too_short"):
-        of_dump(FakeDump(), 0, 20, 4, sinks=128, window=512)  # type: ignore[arg-type]
 
 
 def test_samples_of_a_case_keep_their_head(case: Case) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model
-from kvsift_lab.bench.qk_dump import Dump, DumpInput, LayerRecord, dump_attention, sample_positions
+from kvsift_lab.bench.qk_dump import Dump, DumpInput, LayerRecord, dump_attention
 from refusals import refused
 from safetensors.torch import save_file
 
@@ -70,16 +70,6 @@ def test_the_rotation_is_written_down(model: Path, tmp_path: Path) -> None:
     turned = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
     torch.testing.assert_close(turned, held.keys[:, first].float(), rtol=0.05, atol=0.02)
     assert not torch.allclose(held.keys[:, second].float(), held.keys[:, first].float(), rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize(("length", "capacity"), [(1, 2), (5, 8), (1000, 100), (1000, 1000), (9000, 8192), (70, 7)])
-def test_samples_are_spread_and_end_with_the_last_query(length: int, capacity: int) -> None:
-    positions = sample_positions(length, capacity)
-    assert min(capacity, length) // 2 <= len(positions) <= capacity
-    assert positions[0] == 0
-    assert positions[-1] == length - 1
-    assert bool((positions.diff() > 0).all())
-    assert positions.diff().max() <= 2 * -(-length // capacity) if length > 1 else True
 
 
 def test_a_record_tells_prompt_from_decode_inside_a_chunk() -> None:

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 from engine.tiny_directory import write_model
-from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.serve import ServeRecipe, over_dense, overhead, percentile, serve_table
 from kvsift_lab.bench.serve_client import TimedAnswer
-from kvsift_lab.bench.serve_measure import DocumentMaker, ServeBench, gaps, load_numbers
+from kvsift_lab.bench.serve_measure import ServeBench, gaps, load_numbers
 from refusals import refused
-
-from kvsift.models.hf.model_directory import ModelDirectory
 
 PLAN = "quest:budget=96:window=32:dense_layers=none"
 
@@ -163,22 +160,3 @@ def test_rates_and_gaps_are_those_while_all_get_tokens() -> None:
     assert apart["itl_s"] == [1.0] * 4
     assert gaps([1.0, 2.0, 5.0, 6.0], 1.5, 5.5) == [1.0, 3.0]
     assert (percentile([3.0, 1.0, 2.0], 0.5), percentile(list(range(100)), 0.99)) == (2.0, 99)
-
-
-def test_documents_have_their_lengths_and_begin_as_they_should(model: Path) -> None:
-    tokenizer = ModelDirectory.check(model).tokenizer()
-    maker = DocumentMaker(tokenizer, 0)
-    own, other = maker.own(0, 600), maker.other(600, 200, "turn 1")
-    assert 600 <= len(own) < 700
-    assert 600 <= len(other) < 800
-    assert own[:400] == other[:400]
-    assert own[500:] not in other
-    assert maker.own(1, 600)[:100] != own[:100]
-    assert DocumentMaker(tokenizer, 1).own(0, 600) != own
-
-
-def test_work_of_this_process_and_its_children_is_not_that_of_others() -> None:
-    meter = OtherProcesses()
-    sum(number * number for number in range(2_000_000))
-    share = meter.share()
-    assert share is None or 0 <= share <= 1.05

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import pytest
 from cli.watched import Refused, Run, files_in
-from kvsift_lab.cli.eval import TimeLeft
 from kvsift_lab.eval import runner
 from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.results import ResultsDirectory
@@ -239,35 +238,10 @@ def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
     assert [path.name for path in tmp_path.iterdir()] == [result.name]
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, "{}", '{"kind": "quality"'])
-def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused, tmp_path: Path, text: str) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "summary.json").write_text(text)
-    assert "deep" in refused("report", "deep")
-
-
 def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
     outcome = run("report", result_in(tmp_path, "pass\x1b[2Jkey"))
     assert outcome.code == 2
     assert outcome.err.startswith("kvsift: a sample has the task 'pass\\x1b[2Jkey', which is not")
-
-
-def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> None:
-    """Reading takes a minute, and the plans of a context from one to ten seconds: after the first context every
-    estimate is within a tenth of what is really left."""
-    left, now, contexts, plans = TimeLeft(), 0.0, 20, 10
-    whole = 60 + sum(range(1, plans + 1))
-    assert left.at(0.0, RunProgress(0, contexts, 0.0)) is None
-    for context in range(contexts):
-        now += 60
-        for plan in range(plans):
-            now += plan + 1
-            done = context + (plan + 1) / plans
-            estimate = left.at(now, RunProgress(int(done), contexts, done / contexts))
-            if context == 0 and plan < plans - 1:
-                assert estimate is None
-            else:
-                assert estimate == pytest.approx(whole * contexts - now, rel=0.1, abs=0.1)
 
 
 def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(

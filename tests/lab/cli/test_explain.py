@@ -71,21 +71,6 @@ def test_json_says_it_all(run: Run, model: Path, text: Path) -> None:
         assert all(sum(row) == pytest.approx(1) for row in reading["mass"])
 
 
-def test_the_embedded_model_explains_its_demo_without_options(run: Run) -> None:
-    document = run("explain", "--context-tokens", 800, "--json").document
-    assert document["answer"] == "velvet canyon"
-    got = [sum(row[index] for reading in document["readings"] for row in reading["mass"]) for index in range(15)]
-    text = [index for index, each in enumerate(document["passages"]) if each["kind"] == "text"]
-    assert "velvet" in document["passages"][max(text, key=lambda index: got[index])]["text"]
-    assert [each["name"] for each in document["choices"]] == [
-        "oracle_tokens",
-        "sketch",
-        "quest",
-        "streaming_llm",
-        "random",
-    ]
-
-
 def test_several_tokens_in_text_json_and_on_the_page(run: Run, model: Path, text: Path) -> None:
     how = ["explain", "--model", model, "--context", text, "--question", ASKED, "--plan", QUEST, "--methods", "none"]
     how += ["--max-new-tokens", 3]

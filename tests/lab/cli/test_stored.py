@@ -38,20 +38,6 @@ def test_a_summary_has_numbers_in_place_of_samples(tmp_path: Path) -> None:
     assert second["samples"] == {"count": 2, "medians": {"seconds": 2.0}}
 
 
-def test_a_point_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
-    stored.save(tmp_path / "result", RESULT)
-    first = {**RESULT, "points": RESULT["points"][:1]}
-    stored.save(tmp_path / "other", first)
-    (tmp_path / "other" / "summary.json").replace(tmp_path / "result" / "summary.json")
-    assert stored.load(tmp_path / "result") == first
-
-
-def test_a_result_without_samples_leaves_none_of_an_older_one(tmp_path: Path) -> None:
-    stored.save(tmp_path / "result", RESULT)
-    stored.save(tmp_path / "result", {"kind": "toy", "points": [{"context": 1}]})
-    assert stored.load(tmp_path / "result") == {"kind": "toy", "points": [{"context": 1}]}
-
-
 def test_a_folder_of_other_files_is_no_place_for_a_result(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()

@@ -8,8 +8,6 @@ import pytest
 from cli.watched import Refused, Run
 from kvsift_lab import stored
 from kvsift_lab.studies.long_answers import parts_at, repeated
-from kvsift_lab.studies.recall import summary_table
-from kvsift_lab.studies.recipes import ChatsRecipe
 from models.gguf_files import write_gguf
 
 RECIPE = """
@@ -139,23 +137,3 @@ def test_what_a_study_cannot_do_is_refused(
 ) -> None:
     monkeypatch.setattr("kvsift_lab.studies.vllm_engine.find_spec", lambda name: None)
     assert says in refused("bench", *arguments)
-
-
-def test_a_load_may_differ_from_the_one_of_its_name() -> None:
-    given = {name: spec.default for name, spec in ChatsRecipe.options().items()}
-    recipe = ChatsRecipe.from_options(given | {"load": "gpu-shared", "tokens": 4096, "plans": "dense;quest:budget=512"})
-    assert recipe.stored() | {"tokens": 4096, "documents": 2, "chats": 8, "steps": 64} == recipe.stored()
-    assert recipe.stored()["plans"] == ("dense", "quest:budget=512")
-
-
-def test_the_table_of_summaries_shows_bytes_as_shares() -> None:
-    means = {"recovery": 0.75, "overlap": 1.0, "recall": 0.75}
-    points = [
-        {"name": "quest", "budget": 64, **means, "bytes_read": 400},
-        {"name": "quest:prefilter=2", "budget": 64, **means, "bytes_read": 100},
-    ]
-    tables = summary_table({"points": points}).split("\n\n")
-    assert len(tables) == 4
-    assert tables[0] == "| top-10 token recall | 64 |\n|---|---|\n| quest | 0.750 |\n| quest:prefilter=2 | 0.750 |"
-    assert tables[3].endswith("| quest | 1.000 |\n| quest:prefilter=2 | 0.250 |")
-    assert tables[2].startswith("| pages that quest selects too |")

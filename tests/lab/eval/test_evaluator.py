@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 from kvsift_lab.eval.evaluator import Evaluator
-from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.results import difference, document_of, is_extended
 from kvsift_lab.eval.tasks import Question, Sample
 from lab.eval.samples import recipe_of, recipe_text
@@ -149,22 +149,6 @@ def test_perplexity_is_that_of_one_forward_pass_when_nothing_is_hidden(
     assert 0 <= quest["agreement"] <= 1
     assert quest["sparse_layer_visible_tokens"] <= 128
     assert (dense["questions"], dense["question"]) == (1, 0)
-
-
-def test_files_are_tasks(model: Path, tmp_path: Path) -> None:
-    text = "Many words about nothing. " * 20 + "What are all the special magic numbers for it mentioned in the text?"
-    line = {"index": 0, "input": text, "outputs": ["17"], "length": 500, "answer_prefix": " They are"}
-    (tmp_path / "niah_single_1.jsonl").write_text(json.dumps(line) + "\n")
-    changes = [('tasks = ["passkey", "key_value"]', ""), ("lengths = [700]", ""), ("[64, 256]", "[128]")]
-    file = f"[[files]]\nkind = 'ruler'\npath = '{tmp_path / 'niah_single_1.jsonl'}'\nname = 'mine'\n"
-    path = tmp_path / "recipe.toml"
-    path.write_text(recipe_text(*changes, model=model) + file)
-    asked = Evaluator(EvalRecipe.load(path), threads=1)
-    assert asked.contexts.jobs() == [Job("mine", None, 0)]
-    found = list(asked.results(Job("mine", None, 0), NOTHING))
-    assert len(found) == 3
-    assert {(each["task"], each["length"]) for each in found} == {("mine", None)}
-    assert all(each["references"] == ["17"] for each in found)
 
 
 def test_two_files_of_one_name_are_refused(model: Path, tmp_path: Path) -> None:

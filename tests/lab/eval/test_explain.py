@@ -72,22 +72,6 @@ def test_a_dense_run_reads_what_the_models_own_attention_says(tiny: LLM) -> None
     assert best == sorted(best, key=lambda index: -expected[index])
 
 
-def test_passages_are_the_prompt_in_order(tiny: LLM) -> None:
-    found = explained(tiny)
-    kinds = [each.kind for each in found.passages]
-    assert list(dict.fromkeys(kinds)) == ["sinks", "prompt", "text", "window"]
-    assert kinds.count("prompt") == 2, "the chat format before the document, and the question after it"
-    assert found.passages[0].stop == 4
-    assert found.passages[-1].start == found.position + 1 - 64
-    edges = [each.start for each in found.passages] + [found.passages[-1].stop]
-    assert edges == [0, *(each.stop for each in found.passages)]
-    assert edges[-1] == found.position + 1
-    assert all(25 < each.stop - each.start <= 50 for each in found.passages[2:-3])
-    text = "".join(each.text for each in found.passages)
-    assert text.startswith(f"<bos>[user] {text_of(600)}\n\n{QUESTION}\n[assistant] ")
-    assert len(found.tokens) == 5
-
-
 @pytest.mark.parametrize(
     "method",
     ["quest:page_size=8", "oracle_tokens", "streaming_llm", "keydiff", "less_is_more", "tova", "snapkv", "infinigen"],
@@ -240,32 +224,6 @@ def test_the_page_is_whole_by_itself(tiny: LLM) -> None:
     assert "keydiff" in tags.text
     for each in found.passages:
         assert each.text.strip() in tags.text
-
-
-def test_several_tokens_are_explained_as_each_alone(tiny: LLM) -> None:
-    how = {"plan": QUEST, "methods": ["quest:page_size=8", "tova"]}
-    alone = [explained(tiny, token=token, **how) for token in (0, 3)]
-    assert several(tiny, tokens=[0, 3], **how) == alone
-    every = several(tiny, **how)
-    assert [each.token for each in every] == [0, 1, 2, 3, 4]
-    assert [every[0], every[3]] == alone
-
-
-def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
-    found = explained(tiny, plan=QUEST, methods=["quest:page_size=8"])
-    oracle, quest = found.choices
-    for index, reading in enumerate(found.readings):
-        assert reading.recall == pytest.approx(quest.layers[index]["recall"]), "the run is quest too"
-        assert reading.recovery == pytest.approx(quest.layers[index]["recovery"])
-    chosen = torch.tensor([reading.oracle for reading in found.readings])
-    assert chosen.mean(0).tolist() == pytest.approx(oracle.passages)
-    html = page(found)
-    table = html.partition("Top-10 token recall</p>")[2].partition("</table>")[0]
-    assert '<th scope="col">this run</th><th scope="col">oracle_tokens</th>' in table
-    assert f'title="layer 2, quest:page_size=8: {quest.layers[2]["recall"]:.3f}"' in table
-    assert html.count(", oracle</text>") == 3
-    dense = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0")
-    assert dense.readings[0].oracle is None
 
 
 def test_words_carry_the_attention_of_their_tokens(embedded: Callable[[str], Explanation]) -> None:

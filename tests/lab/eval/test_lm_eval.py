@@ -109,16 +109,6 @@ def test_generation_ends_at_a_stop_or_at_its_length(dense: Any) -> None:
     assert cut == whole.split(stop)[0]
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dense.tok_encode("a")[0] == 0
-    assert dense.tok_encode("<bos>a") == dense.tok_encode("a")
-    asked: list[str] = []
-    generate = dense.llm.generate
-    monkeypatch.setattr(dense.llm, "generate", lambda text, **kwargs: asked.append(text) or generate(text, **kwargs))
-    dense.generate_until([SimpleNamespace(args=(f"<bos>{CONTEXT}", {"max_gen_toks": 1}))])
-    assert asked == [CONTEXT]
-
-
 def test_a_whole_text_is_scored_with_its_bos_and_in_the_windows_of_hf(
     lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

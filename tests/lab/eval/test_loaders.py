@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from kvsift_lab.eval.loaders import load_file
 from kvsift_lab.eval.loaders.longbench import FORMATS
-from kvsift_lab.eval.loaders.reading import ContextFitter, depth_of
+from kvsift_lab.eval.loaders.reading import ContextFitter
 from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.scorers import SCORERS
 from kvsift_lab.eval.tasks import Question, Sample
@@ -53,15 +53,6 @@ def test_ruler_splits_a_prompt_before_its_last_question(tmp_path: Path, name: st
     assert (question.max_new_tokens, question.stop) == (30, None)
 
 
-def test_ruler_questions_of_documents_are_scored_in_part(tmp_path: Path) -> None:
-    instruction = "Answer the question based on the given documents."
-    text = f"{instruction}\n\nX\n\n{instruction}\n\nQ"
-    path = write(tmp_path / "qa_2" / "test.jsonl", {"input": text, "outputs": ["a", "b"]})
-    made, question = only(load_file("ruler", path, encode))
-    assert made.context.endswith("\n\nX")
-    assert (question.scorer, question.max_new_tokens) == ("string_match_part", 32)
-
-
 # LongBench
 
 
@@ -100,14 +91,6 @@ def test_infinitebench_calls_are_found_in_the_input(tmp_path: Path) -> None:
     _, question = only(load_file("infinitebench", write(tmp_path / "code_run.jsonl", line), encode))
     assert question.tail.endswith("Work out the exact value of func_1(-3). The value of func_1(-3) is")
     assert question.references == ("9",)
-
-
-def test_infinitebench_references_may_be_many_numbers(tmp_path: Path) -> None:
-    line = {"context": "1 + 2 - 3 =", "input": "Work it out.", "answer": [1, 3, 0]}
-    made, question = only(load_file("infinitebench", write(tmp_path / "math_calc.jsonl", line), encode))
-    assert "1 + 2 - 3" in made.context
-    assert question.references == ("1", "3", "0")
-    assert question.scorer == "math_calc"
 
 
 # PG19, SQuAD, HotpotQA
@@ -202,13 +185,6 @@ def test_a_question_longer_than_half_is_refused() -> None:
         ContextFitter(encode, 16, ()).sample(
             "any", "abcdefghijklmnopqrst", Question("asks more", "", 0.5, is_framed=False)
         )
-
-
-def test_depth_is_where_the_last_answer_first_stands() -> None:
-    assert depth_of("ab12cd34ab", ["12", "34"]) == 0.6
-    assert depth_of("ab12cd", ["56"]) == 1.0
-    assert depth_of("ab12cd", ["12", "56"]) == 1.0
-    assert depth_of("", ["12"]) == 1.0
 
 
 def infinite(**line: Any) -> dict[str, Any]:

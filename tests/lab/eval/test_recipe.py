@@ -32,10 +32,6 @@ def test_a_recipe_is_read_as_it_is_written(tmp_path: Path) -> None:
     )
 
 
-def test_a_single_length_may_be_given_alone(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path, ("lengths = [700]", "length = 700")) == recipe_of(tmp_path)
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_recipes_that_ship_can_be_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "build" / "real-texts" / "evaluated").mkdir(parents=True)  # of ``eval.real_texts``
@@ -162,17 +158,6 @@ def test_contexts_are_made_until_there_are_enough_questions_first_ones_first(tmp
         for length in (100_000, 50_000)
         for task in tasks
     )
-
-
-def test_a_context_too_short_for_its_questions_gets_company(tmp_path: Path) -> None:
-    """A short context holds fewer questions than were wanted of it; there are more contexts then."""
-    short = recipe_of(tmp_path, ("[700]", "[60]"))
-    assert [job.task for job in short.jobs] == ["passkey", "key_value"] * 2
-
-
-def test_a_family_of_tasks_stands_for_its_members(tmp_path: Path) -> None:
-    loaded = recipe_of(tmp_path, ('"passkey", "key_value"', '"ruler"'), ("[700]", "[4096]"))
-    assert len(loaded.tasks) == 13
 
 
 def test_questions_of_published_formats_can_be_put_into_our_own(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A results directory outlives kills, full disks and recipes that changed."""
 
-import errno
 import fcntl
 import json
 import lzma
@@ -15,7 +14,7 @@ import pytest
 from kvsift_lab.eval.recipe import EvalRecipe, Job
 from kvsift_lab.eval.results import ResultsDirectory, document_of, load_result, read_summary
 from kvsift_lab.eval.summary import tables_of
-from kvsift_lab.stored import SampleFile, compressed, read_json, whole_lines
+from kvsift_lab.stored import SampleFile, compressed, whole_lines
 from lab.eval.samples import recipe_of, recipe_text, sample
 from refusals import refused
 
@@ -134,14 +133,6 @@ def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_pat
     assert (tmp_path / "out" / "recipe.toml").read_text() == recipe_text(grown)
 
 
-def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> None:
-    referred = ("references = false", "references = true")
-    leave(tmp_path, recipe_of(tmp_path, referred))
-    instead = ('"dense", ', '"dense", "random:budget={budget}:window=16:page_size=8", ')
-    with refused("other_model: decode=random:budget=256:sinks=4:dense_layers=none:window=16"):
-        opened(tmp_path, recipe_of(tmp_path, referred, instead))
-
-
 def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
     data = tmp_path / "hotpotqa.jsonl"
     data.write_text("{}\n")
@@ -190,26 +181,6 @@ def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe:
     results.close()
     assert read_summary(tmp_path / "out")["cells"] == []
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"samples.jsonl", "summary.json", "recipe.toml"}
-
-
-def test_a_write_that_fails_half_way_is_taken_back(
-    tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = opened(tmp_path, recipe)
-    results.append(sample())
-    really = os.pwrite
-
-    def half(file: int, data: bytes, offset: int) -> int:
-        if len(data) < 100:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return really(file, data[: len(data) // 2], offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", half)
-        with refused("unwritable_file: the disk is full"):
-            results.append(sample(question=1))
-    assert len(lines_of(tmp_path)) == 1
-    results.close()
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -261,22 +232,6 @@ def test_a_whole_result_is_packed_and_read_as_before(tmp_path: Path, recipe: Eva
     assert contents(tmp_path / "out").keys() == FINISHED
     assert load_result(tmp_path / "out") == before
     assert read_summary(tmp_path / "out")["cells"] == before["cells"]
-
-
-def test_a_summary_that_an_earlier_version_compressed_is_read_and_written_as_text(
-    tmp_path: Path, recipe: EvalRecipe
-) -> None:
-    whole_result(tmp_path / "out", recipe).close()
-    summary = tmp_path / "out" / "summary.json"
-    text = summary.read_bytes()
-    (tmp_path / "out" / "summary.json.xz").write_bytes(lzma.compress(text))
-    summary.unlink()
-    assert read_json(summary) == json.loads(text)
-    again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
-    again.write_summary(tables_of(document_of(recipe), again.samples, []))
-    again.close()
-    assert contents(tmp_path / "out").keys() == FINISHED
-    assert summary.read_bytes() == text
 
 
 def test_a_packed_result_that_grows_is_text_again_until_it_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:

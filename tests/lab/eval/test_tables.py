@@ -1,11 +1,15 @@
 """Markdown tables: every number from the samples."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvsift_lab.docs import real_model
-from kvsift_lab.eval.tables import budget_for, fidelity_table, quality_table, score_table
+from kvsift_lab.eval.results import load_result
+from kvsift_lab.eval.tables import budget_for, fidelity_table, prefill_table, quality_table, score_table
+
+ROOT = Path(__file__).parents[3]
 
 
 def scored(task: str, plan: str, budget: int | None, score: float) -> dict[str, Any]:
@@ -66,6 +70,13 @@ def test_scores_are_shown_with_interval_and_counted_tokens() -> None:
         "| dense | 1.00 (0.51 to 1.00, 1,700 tokens) | 1.00 (0.51 to 1.00, 1,700 tokens) |\n"
         "| chance | 0.12 | 0.12 |"
     )
+
+
+def test_prefill_tables_leave_out_what_is_the_same_everywhere() -> None:
+    table = prefill_table(load_result(ROOT / "results" / "prefill-question-256-32k")).splitlines()
+    assert table[0] == "| plan | needle | key_value | facts | variables | all | visible tokens in prefill |"
+    assert table[2].startswith("| `dense` |")
+    assert any(line.startswith("| `prefill=quoka` |") and line.endswith("| 318 |") for line in table)
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ from kvsift_lab.eval.scorers import SCORERS
 from kvsift_lab.eval.tasks import (
     FAMILIES,
     TASKS,
-    Question,
     find_task,
     framed,
     make_sample,
     task_names,
     variables,
 )
-from lab.eval.task_tools import BOS, LONG, encode, encode_words, sample
+from lab.eval.task_tools import BOS, LONG, encode, sample
 from refusals import refused
 
 from kvsift import texts
@@ -61,12 +60,6 @@ def test_context_has_exactly_the_length(task: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_length_is_exact_when_tokens_are_words(task: str) -> None:
-    for length in (512, 2048) if task in OWN else (3001,):
-        assert len(make_sample(task, length, 1, encode_words).context_ids) == length
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_same_seed_gives_the_same_sample(task: str) -> None:
     assert sample(task, seed=3) == sample(task, seed=3)
     assert sample(task, seed=3) != sample(task, seed=4)
@@ -102,11 +95,6 @@ def test_every_file_with_tasks_is_listed_once() -> None:
         if re.search("^TASKS = ", file.read_text(), re.MULTILINE)
     ]
     assert sorted(tasks.MODULES) == sorted(with_tasks)
-
-
-def test_a_tail_is_framed_unless_the_question_brings_its_own_format() -> None:
-    assert Question("Where?", "Oslo", 0.5, answer_prefix=" In").tail == "\n\nQuestion: Where?\nAnswer: In"
-    assert Question("\nWhere? ", "Oslo", 0.5, answer_prefix="In", is_framed=False).tail == "\nWhere? In"
 
 
 def test_a_framed_question_asks_the_same_in_the_own_format() -> None:
@@ -186,8 +174,3 @@ def test_document_hides_facts_at_their_depths() -> None:
     assert abs(text.index(hidden[0]) / len(text) - 0.9) < 0.1
     assert abs(text.index(hidden[1]) / len(text) - 0.2) < 0.1
     assert text == document(hidden, [0.9, 0.2], 4000, lambda piece: len(piece.split()))
-
-
-def test_document_refuses_depths_outside_it() -> None:
-    with pytest.raises(ValueError, match="one depth between 0 and 1 per fact"):
-        document(["Mia lives in Oslo."], [1.5], 100, len)
