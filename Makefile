@@ -10,6 +10,8 @@ OLDEST_TESTS := tests/models $(patsubst %,--ignore=tests/models/%.py,test_native
   $(addprefix tests/engine/test_,$(addsuffix .py,hub quantised rope_lengths))
 # each process that a test starts would compile kvsift anew, and each pytest its own files
 unexport PYTHONDONTWRITEBYTECODE
+# no --compile: of torch and transformers few files are imported, and those are compiled then
+export PIP_COMPILE := 0
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8

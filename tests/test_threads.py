@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvsift_lab import stored
-from kvsift_lab.studies.busy import busy_table, conditions
+from kvsift_lab.studies.busy import BusyBench, busy_table, conditions
+from kvsift_lab.studies.recipes import BusyRecipe
 
 from kvsift import threads
 from kvsift.threads import _Reading, _Share
@@ -82,8 +82,8 @@ def test_a_token_of_eval_is_as_fast_beside_other_processes_as_one_of_ask() -> No
     """Its worker inherits the spin count that kvsift set, which is no setting of the user: it adapts to other load."""
     worker = "from kvsift import threads; print(threads.USER_WAITING, threads._most_threads(), threads._waiting())"
     story = f"import sys, subprocess, kvsift; subprocess.run([sys.executable, '-c', {worker!r}])"
-    assert output_of(worker) == output_of(story)
-    assert output_of(story).startswith("{} ")
+    assert (shown := output_of(story)).startswith("{} ")
+    assert output_of(worker) == shown
 
 
 @pytest.mark.parametrize(("given", "number"), [(None, 4), ("3", 3), ("2,1", 2), ("all", 4)])
@@ -217,27 +217,13 @@ def test_a_number_that_the_user_set_inside_a_block_stays(machine: Processors) ->
 
 
 @linux_only
-def test_the_measurement_runs(tmp_path: Path) -> None:
-    given = ["--settings", "torch-first", "--context", "512", "--rounds", "1", "--busy-rounds", "1", "--tokens", "6"]
-    command = [
-        sys.executable,
-        "-m",
-        "kvsift",
-        "bench",
-        "busy",
-        *given,
-        "--questions",
-        "0",
-        "--out",
-        tmp_path / "result",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    result = stored.load(tmp_path / "result")
+def test_the_measurement_runs() -> None:
+    bench = BusyBench(BusyRecipe(("torch-first",), context=512, rounds=1, busy_rounds=1, tokens=6, questions=0))
+    result = {**bench.head(), "points": list(bench.run())}
     assert [each["busy"] for each in result["points"]] == [False, True]
     assert [each["name"] for each in result["settings"]] == ["torch-first"]
     assert "torch was imported before kvsift" in result["settings"][0]["threads"]["while they wait"]
-    assert "| kvsift, imported after torch |" in done.stdout
+    assert "| kvsift, imported after torch |" in bench.closing(result)
 
 
 def test_the_table_compares_with_the_default_and_with_the_quiet_machine() -> None:

@@ -102,8 +102,8 @@ def test_every_plan_has_its_turn_in_every_round_on_the_same_documents(canned: Ca
 
 @pytest.mark.parametrize(
     ("changes", "asked"),
-    [({"shared": True, "questions": 2}, 1 + 2 * (6 + 2 + 2)), ({"rate": 200.0}, 3 + 2 * (3 + 2 + 2)),
-     ({"unread": 0}, 3 + 2 * (3 + 2 + 1)), ({"clients": 1}, 1 + 2)],
+    [({"shared": True, "questions": 2}, 1 + 2 * (6 + 2 + 2)), ({"rate": 200.0, "unread": 0}, 3 + 2 * (3 + 2 + 1)),
+     ({"clients": 1}, 1 + 2)],
 )  # fmt: skip
 def test_clients_may_share_a_document_ask_more_or_come_at_random(
     canned: CannedServer, model: Path, changes: dict[str, Any], asked: int
