@@ -14,7 +14,7 @@ def nothing_is_frozen() -> Iterator[None]:
     assert gc.isenabled()
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as in ``conftest``
 
 
 @pytest.mark.parametrize("enabled", [True, False])
