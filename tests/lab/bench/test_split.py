@@ -68,7 +68,7 @@ def test_every_kind_is_measured_with_its_bytes(values: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(split_measure.IVFIndex, "build", missing)
     kinds = ("flat", "graph", "ivf", "quest", "offload", "sketch", "sketch_device", "dense")
-    recipe = SplitRecipe((2048,), kinds, "tiny", tokens=1, layers=2, host_values=values, device="cpu")
+    recipe = SplitRecipe((1024,), kinds, "tiny", tokens=1, layers=2, host_values=values, device="cpu")
     (point,) = SplitBench.of(recipe, torch.float32).run()
     found = {each["name"]: each for each in point["variants"]}
     assert set(found) == set(kinds)
@@ -87,9 +87,9 @@ def test_every_kind_is_measured_with_its_bytes(values: Any, monkeypatch: pytest.
     for each in found.values():
         assert len(each["samples_s"]) == 1
     token = 2 * 2 * (64 * 4 + (64 * 4 if values == "model" else 64 + 4))  # of two layers with two KV heads
-    assert found["flat"]["kv_bytes"] == token * 2304  # 2048 tokens, and room for 256
+    assert found["flat"]["kv_bytes"] == token * 1280  # 1024 tokens, and room for 256
     assert found["flat"]["kv_bytes_on_device"] < found["offload"]["kv_bytes_on_device"]
-    assert found["dense"]["kv_bytes_on_device"] == found["dense"]["kv_bytes"] == 2 * 2 * 2 * 64 * 4 * 2304
+    assert found["dense"]["kv_bytes_on_device"] == found["dense"]["kv_bytes"] == 2 * 2 * 2 * 64 * 4 * 1280
     assert 0 < found["offload"]["device_cache_hits"] < 1
     assert found["quest"]["device_cache_hits"] is None
     assert found["offload"]["bytes_copied"] > 0
