@@ -171,15 +171,6 @@ def test_samples_repeat_and_equal_those_of_the_composed_path(sampling: Any, dire
     assert tokens(answers(model)) != first
 
 
-def test_sequences_end_where_they_say_so_themselves(directory: Path, tmp_path: Path) -> None:
-    free = answers(llm(directory))
-    ending = write_model(tmp_path, eos_token_id=free[1].token_ids[9], **SIZES)
-    fast, slow = (answers(llm(ending, path), stop=free[3].text[5:7]) for path in ("captured", "composed"))
-    assert tokens(fast) == tokens(slow)
-    assert [answer.text for answer in fast] == [answer.text for answer in slow]
-    assert [answer.decode("visible_tokens") for answer in fast] == [answer.decode("visible_tokens") for answer in slow]
-
-
 @pytest.mark.parametrize("sampling", [None, SAMPLED])
 def test_what_is_left_moves_to_fewer_slots(
     sampling: Sampling | None, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,18 +212,6 @@ def test_the_next_call_replays_what_was_captured(directory: Path) -> None:
     assert tokens(answers(model, TEXTS[:2])) == tokens(first)[:2]
 
 
-def test_a_stream_gives_the_text_and_can_be_left(directory: Path) -> None:
-    model = llm(directory)
-    expected = model.generate(TEXTS[0], max_new_tokens=50)
-    stream = model.stream(TEXTS[0], max_new_tokens=50)
-    assert "".join(stream) == expected.text
-    assert stream.answer.token_ids == expected.token_ids
-    left = model.stream(TEXTS[0], max_new_tokens=50)
-    next(left)
-    assert model.generate(TEXTS[0], max_new_tokens=50).token_ids == expected.token_ids
-    assert expected.text.endswith("".join(left))
-
-
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_answer_as_on_the_composed_path(plan: str, directory: Path) -> None:
     fast, slow = (llm(directory, path).read(TEXTS[0]) for path in ("captured", "composed"))
@@ -248,18 +227,6 @@ def test_a_document_keeps_its_steps_from_question_to_question(directory: Path) -
     questions = ("How many sacks?", "Which mill?", "Which river?", "How much corn?")
     first, *others = (document.ask(question, max_new_tokens=20).setup_s for question in questions)
     assert min(others) < first / 2  # each would capture anew; another process may delay one
-
-
-@pytest.mark.parametrize("plan", PLANS[:1])
-def test_steps_that_cross_from_dense_to_sparse_equal_the_composed_path(plan: str, directory: Path) -> None:
-    below = len(TEXTS[0]) + 12
-    fast, slow = (
-        llm(directory, path, dense_below=below).generate(TEXTS[0], plan=plan, max_new_tokens=40)
-        for path in ("captured", "composed")
-    )
-    assert fast.token_ids == slow.token_ids
-    assert 0 < fast.decode("sparse_queries") == slow.decode("sparse_queries")
-    assert fast.dense_below == below
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -233,16 +233,6 @@ def test_streams_that_take_turns_do_not_mix(path: str, llama: Path, composed: LL
 
 
 @pytest.mark.parametrize("path", ["eager", "auto"])
-def test_a_stream_gives_the_text_and_then_the_answer(path: str, llama: Path) -> None:
-    llm = LLM(llama, QUEST, path=path)
-    expected = llm.generate(TEXTS[0], max_new_tokens=20)
-    stream = llm.stream(TEXTS[0], max_new_tokens=20)
-    assert stream.answer is None
-    assert "".join(stream) == expected.text
-    assert stream.answer.token_ids == expected.token_ids
-
-
-@pytest.mark.parametrize("path", ["eager", "auto"])
 def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
     llm = LLM(llama, QUEST, path=path)
     stream = llm.stream(TEXTS[0], max_new_tokens=50)
@@ -298,13 +288,6 @@ def test_short_contexts_are_dense_where_the_user_says_so(path: str, llama: Path)
     answer = LLM(llama, QUEST, path=path, dense_below=len(TEXTS[0]) + 11).generate(TEXTS[0], max_new_tokens=30)
     assert answer.decode("sparse_queries") == 2 * 20  # layers 1 and 2, from the eleventh step on
     assert answer.dense_below == len(TEXTS[0]) + 11
-
-
-@pytest.mark.parametrize("path", ["eager", "auto"])
-def test_short_documents_are_dense_where_the_user_says_so(path: str, llama: Path) -> None:
-    document = LLM(llama, QUEST, path=path, dense_below=10_000).read(TEXTS[0])
-    for plan in (QUEST, "dense", PLANS[2], QUEST):
-        assert document.ask("How many sacks?", plan=plan, max_new_tokens=5).decode("density") == 1
 
 
 def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,16 +165,6 @@ def test_a_plan_that_changes_goes_on_as_if_it_had_been_there_all_along(
     assert_same_answer(answer, answers(after, tokens, 80)[:, 83:], "the new plan answers differently")
 
 
-def test_a_cache_can_go_back_to_dense() -> None:
-    tokens = draw_tokens(70, 0)
-    runner = Runner(Plan(decode=Rule(Quest(page_size=4), SMALL_BUDGET)))
-    runner.feed(tokens.part(0, 69))
-    runner.attention.replan(Plan())
-    answer = runner.feed(tokens.part(69), decode_tokens=1)[0]
-    assert_same_answer(answer, answers(Plan(), tokens, 69)[:, 69:], "not dense")
-    assert runner.stats.phase("decode").sparse_queries == 0
-
-
 @pytest.mark.parametrize("sources", [[0], [1], [0, 1, 1, 0], [1, 1]])
 def test_a_batch_can_shrink_and_grow_when_it_forks(sources: list[int]) -> None:
     plan = Plan(decode=Rule(RememberedMeans(), SMALL_BUDGET))

@@ -63,14 +63,6 @@ def test_pieces_keep_their_names_when_the_pools_grow() -> None:
     assert cache.fetch(grown, places([8], [15]), 2)[0][0].unique().tolist() == [5]
 
 
-def test_other_pieces_take_the_place_of_all() -> None:
-    cache, held = DeviceCache(100, CPU), pools()
-    cache.fetch(held, places([3], [3]), 2)
-    (keys, _), copied = cache.fetch(held, places([6, 7], [6, 15]), 1)
-    assert keys.squeeze(-1).tolist() == [[6, 7], [22, 31]]
-    assert copied == 4 * 4 * 4
-
-
 def test_any_order_of_wants_is_answered_from_the_pools() -> None:
     generator = torch.Generator().manual_seed(0)
     held, found = pools(num_pages=40), 0

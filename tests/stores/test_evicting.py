@@ -34,19 +34,6 @@ def held(store: EvictingStore, row: int = 0) -> list[list[int]]:
     return (reader.keys()[..., 0] - 1000 * row).int().tolist()
 
 
-def test_each_head_keeps_its_own_tokens_between_sinks_and_window() -> None:
-    store = new_store()
-    fill(store, 0, 0, 10)
-    store.evict(0, 2, torch.tensor([[3, 6], [4, 5]]), 8)
-    assert held(store) == [[0, 1, 3, 6, 8, 9], [0, 1, 4, 5, 8, 9]]
-    fill(store, 0, 10, 12)
-    assert store.lengths == [12]
-    store.evict(0, 2, torch.tensor([[6, 8], [4, 9]]), 10)  # 8 and 9 have left the window
-    assert held(store) == [[0, 1, 6, 8, 10, 11], [0, 1, 4, 9, 10, 11]]
-    assert store.reader(0).keys(10, 12)[:, :, 0].tolist() == [[10, 11]] * 2
-    assert store.reader(0).keys(0, 2)[:, :, 0].tolist() == [[0, 1]] * 2
-
-
 def test_one_list_may_serve_all_heads_and_none_may_be_left() -> None:
     store = new_store()
     fill(store, 0, 0, 9)
@@ -87,21 +74,6 @@ def test_a_row_that_drops_leaves_the_pages_of_others_alone() -> None:
     fill(store, 1, 50, 60)
     assert held(store, 1) == [list(range(60))] * 2
     assert [row.keys.shape[1] > 0 for row in store.row_stores] == [False, True, False]
-
-
-def test_forks_share_nothing_they_write() -> None:
-    store = new_store(num_rows=2)
-    fill(store, 0, 0, 9)
-    fill(store, 1, 0, 3)
-    store.evict(0, 1, torch.tensor([[4]]), 8)
-    store.fork([0, 0])
-    store.append(1, *tokens(torch.tensor([70])))
-    store.append(0, *tokens(torch.tensor([80])))
-    assert store.reader(1).keys()[..., 0].tolist() == [[0, 4, 8, 70]] * 2
-    store.evict(0, 1, torch.empty(1, 0, dtype=torch.int64), 8)
-    assert held(store) == [[0, 8, 80]] * 2
-    assert store.reader(1).keys()[..., 0].tolist() == [[0, 4, 8, 70]] * 2
-    assert store.lengths == [10, 10]
 
 
 def test_forks_share_full_pages_until_one_of_them_evicts() -> None:

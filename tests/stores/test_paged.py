@@ -134,36 +134,6 @@ def test_a_fork_copies_no_full_page() -> None:
     assert len(set.intersection(*rows)) == 50
 
 
-def test_a_fork_at_a_page_boundary_shares_everything_and_then_goes_its_own_way() -> None:
-    store = store_of(8)
-    store.fork([0, 0])
-    assert store.table.runs(0) == store.table.runs(1)
-    store.append(0, *tokens(1, 7))
-    store.append(1, *tokens(1, 8))
-    assert store.table.planned(0)[:2] == store.table.planned(1)[:2]
-    assert torch.equal(store.reader(0).keys()[:, -1:], tokens(1, 7)[0])
-    assert torch.equal(store.reader(1).keys()[:, -1:], tokens(1, 8)[0])
-
-
-def test_cropping_into_a_shared_page_leaves_the_other_owner_alone() -> None:
-    store = store_of(12)
-    store.fork([0, 0])
-    before = store.reader(0).keys().clone(), store.reader(0).summary("minmax", slice(0, 3)).clone()
-    store.crop(1, 6)
-    store.append(1, *tokens(5, 9))
-    assert torch.equal(store.reader(0).keys(), before[0])
-    assert torch.equal(store.reader(0).summary("minmax", slice(0, 3)), before[1])
-    assert torch.equal(store.reader(1).keys()[:, 6:], tokens(5, 9)[0])
-
-
-def test_cropping_beyond_the_end_does_nothing() -> None:
-    store = store_of(6)
-    store.crop(0, 9)
-    store.crop(0, 6)
-    assert store.lengths == [6]
-    assert torch.equal(store.reader(0).keys(), tokens(6, 0)[0])
-
-
 def test_a_reserved_store_does_not_move_its_pools() -> None:
     store = PagedStore(SHAPE, 2, 4, torch.empty(0), reserve=1000)  # beyond the spare pages of any row
     store.append(0, *tokens(1, 0))
