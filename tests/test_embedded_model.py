@@ -18,15 +18,9 @@ from refusals import refused
 from safetensors.torch import save_file
 
 from kvsift.models.embedded import WEIGHTS, embedded_model, unpack
-from kvsift.texts.prose import document
 from kvsift.tokenization.prompt import question_text
 
 DIRECTORY = embedded_model()
-FACTS = (
-    ("The access code of the north warehouse is 48213.", "What is the access code of the north warehouse?", "48213"),
-    ("The owner of the green boat is Maria Lindqvist.", "Who is the owner of the green boat?", "Maria Lindqvist"),
-    ("The old lighthouse was built in 1874.", "When was the old lighthouse built?", "1874"),
-)
 
 
 @cache
@@ -57,13 +51,6 @@ def test_generation_stops_at_the_end_of_the_line() -> None:
     tokenizer, model = load()
     newline = tokenizer.encode("\n", add_special_tokens=False)
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, *newline]
-
-
-def test_answers_facts_hidden_in_a_document() -> None:
-    tokenizer, _ = load()
-    text = document([fact for fact, _, _ in FACTS], [0.1, 0.5, 0.9], 2000, lambda piece: len(tokenizer.encode(piece)))
-    for _, question, expected in FACTS:
-        assert exact_match(answer(text + question_text(question)), expected)
 
 
 @pytest.mark.parametrize("task", ["needle", "key_value", "facts", "passkey"])

@@ -33,10 +33,6 @@ def test_times_are_those_that_passed(llm: LLM) -> None:
     assert answer.ttft_s + sum(answer.itl_s) < passed
 
 
-def test_one_token_has_no_time_between_tokens(llm: LLM) -> None:
-    assert llm.generate(TEXT, max_new_tokens=1).tpot_s is None
-
-
 def test_loading_the_weights_is_not_in_the_time_to_the_first_token(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,11 +83,6 @@ def test_kv_bytes_are_those_of_the_pools(llm: LLM) -> None:
     assert llm.directory.kv_bytes_per_token(llm.dtype) == LAYERS * KV_BYTES_PER_TOKEN
     assert needed < dense < 3 * needed
     assert quest == dense * 17 // 16  # two rows of summary for sixteen keys and sixteen values
-
-
-def test_the_peak_of_the_process_holds_the_cache(llm: LLM) -> None:
-    answer = llm.generate(TEXT, max_new_tokens=1)
-    assert answer.peak_memory_bytes > answer.kv_bytes > 0
 
 
 def test_the_plan_is_named_as_it_was_resolved(llm: LLM) -> None:

@@ -162,17 +162,6 @@ def test_a_timeout_counts_from_the_document_that_was_read(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_documents_of_one_model_do_not_share_a_cache(family: str, request: pytest.FixtureRequest) -> None:
-    directory = request.getfixturevalue(family)
-    texts = (TEXT, TEXT[::-1])
-    alone = [ask(LLM(directory).read(text), QUESTIONS[0], PLANS[0]) for text in texts]
-    llm = LLM(directory)
-    together = [llm.read(text) for text in texts]
-    for _ in range(2):
-        assert [ask(document, QUESTIONS[0], PLANS[0]) for document in together] == alone
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_question_phase_decode_sifts_the_question_too(family: str, request: pytest.FixtureRequest) -> None:
     llm = LLM(request.getfixturevalue(family))
     document = llm.read(TEXT)
@@ -186,16 +175,6 @@ def test_question_phase_decode_sifts_the_question_too(family: str, request: pyte
     fed = document.ask(QUESTIONS[1], max_new_tokens=1).new_prompt_tokens
     assert (queries("prefill", "prefill"), queries("decode", "prefill")) == (fed, 4)
     assert (queries("prefill", "decode"), queries("decode", "decode")) == (0, fed + 4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_answer_is_the_same_in_both_question_phases(family: str, request: pytest.FixtureRequest) -> None:
-    document = LLM(request.getfixturevalue(family)).read(TEXT)
-    first, second = (
-        document.ask(QUESTIONS[1], plan="dense", max_new_tokens=10, question_phase=phase).token_ids
-        for phase in ("prefill", "decode")
-    )
-    assert first == second
 
 
 @pytest.mark.parametrize("first", ["dense", PQCACHE])

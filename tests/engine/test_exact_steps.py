@@ -264,7 +264,7 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
 
 def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
     keeping = open_llm(Path(llm.directory.path), llm.fast_path.name, keep_tokens=4096)
-    for plan, exact in ((PLANS[0], False), (PLANS[1], True), ("dense", False)):
+    for plan, exact in ((PLANS[0], False), (PLANS[1], True)):
         options = {"plan": plan, "exact": exact, "max_new_tokens": NEW}
         first, again = (keeping.generate(text_of(300), **options) for _ in range(2))
         assert again.new_prompt_tokens < again.prompt_tokens - GRID

@@ -385,11 +385,6 @@ def test_every_promise_holds_over_long_histories(seed: int):
     model.finish()
 
 
-def test_the_same_history_gives_the_same_decisions():
-    runs = [run_random(LoopModel(), seed=1, steps=3000, clients=4) for _ in range(2)]
-    assert runs[0] == runs[1]
-
-
 @settings(max_examples=round(100 * EXAMPLES))
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.0, 0.3, 0.5, 0.8]))
 def test_a_first_token_waits_for_at_most_two_chunks_of_each_other_client(seed: int, overtakes: int, share: float):
@@ -427,24 +422,3 @@ def test_seconds_of_waiting_are_those_of_the_chunks_and_of_the_decode_share(seed
             arrived_s, owed_s, computed_then, turns_then = arrivals[admitted]
             most_s = (computed - computed_then) * token_s / (1 - share) + owed_s + (turns - turns_then + 1) * step_s
             assert before - arrived_s <= most_s + 1e-6
-
-
-@settings(max_examples=round(60 * EXAMPLES))
-@given(st.integers(1, 100), st.integers(0, 60), st.integers(1, GRID))
-@pytest.mark.parametrize("busy", ["long", "short", "mixed"])
-def test_a_hundred_requests_of_one_client_delay_a_short_one_of_another_by_a_chunk_and_its_own_work(
-    busy: str, seed: int, steps: int, tokens: int
-):
-    random = Random(seed)
-    model = LoopModel(max_seqs=10**6, grid=GRID, max_waiting=200, pages=10**9)
-    for _ in range(100):
-        long = busy == "long" or (busy == "mixed" and random.random() < 0.5)
-        model.arrive("ann", random.randint(GRID + 1, LONG) if long else random.randint(1, GRID))
-    for _ in range(steps):
-        model.step()
-    keys: list[int] = []
-    paid = model.paid["ann"]
-    model.step(meanwhile=lambda: keys.append(model.arrive("bob", tokens)))
-    while model.step().admit != keys[0]:
-        pass
-    assert model.paid["ann"] - paid <= GRID + model.cost(tokens)

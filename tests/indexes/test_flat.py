@@ -7,7 +7,7 @@ from refusals import refused
 
 from kvsift import native
 from kvsift.indexes import flat
-from kvsift.indexes.base import best, merged
+from kvsift.indexes.base import best
 from kvsift.indexes.flat import FlatIndex, scan_in_torch
 
 HUGE = 1 << 30
@@ -17,20 +17,6 @@ HUGE = 1 << 30
 def no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why_missing", lambda: "a test took it away")
-
-
-@needs_core
-def test_codes_find_nearly_all() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 3000, 64, generator=generator)
-    keys[..., :3] *= 20  # a few large channels, as real keys have
-    queries = torch.randn(8, 64, generator=generator)
-    exact = FlatIndex.build(keys).search(queries, keys, 100)
-    ids, scores = FlatIndex.build(keys, codes="int8").search(queries, keys, 100)
-    found = sum(len(set(a) & set(b)) for a, b in zip(ids.tolist(), exact[0].tolist()))
-    assert found >= 0.99 * ids.numel()
-    same = ids == exact[0]
-    torch.testing.assert_close(scores[same], exact[1][same])
 
 
 @pytest.mark.parametrize("codes", [None, pytest.param("int8", marks=needs_core)])
@@ -104,15 +90,6 @@ def test_statistics_count() -> None:
         "kind": "flat", "rows": 5, "bytes": 0, "searches": 2, "scanned": 7.0,
     }  # fmt: skip
     assert index.fork().statistics()["searches"] == 0
-
-
-def test_results_of_rows_that_follow_one_another_merge() -> None:
-    first = (torch.tensor([[4, 1, -1]]), torch.tensor([[2.0, 1.0, -torch.inf]]))
-    second = (torch.tensor([[0, 2, -1]]), torch.tensor([[3.0, 2.0, -torch.inf]]))
-    ids, scores = merged(first, second, 10, 5)
-    assert ids.tolist() == [[10, 4, 12, 1, -1]]
-    assert scores.tolist() == [[3, 2, 2, 1, -torch.inf]]
-    assert merged(first, second, 10, 2)[0].tolist() == [[10, 4]]
 
 
 def test_a_missing_result_is_last_whatever_it_scores() -> None:

@@ -50,18 +50,6 @@ def test_a_second_turn_continues_from_what_the_first_one_left(family: str, kept_
     assert torch.equal(greedy(model, full, past_key_values=by_hand), answer)
 
 
-@families
-def test_turns_without_replies_equal_the_same_text_in_one_go(family: str) -> None:
-    model = tiny(family)
-    text = torch.cat([prompt(), QUESTION], 1)
-    with kvsift.sparse(model, SPARSE) as run:
-        expected = greedy(model, text)
-        cache = empty_cache(model)
-        logits(model, prompt(), past_key_values=cache)
-        assert torch.equal(greedy(model, text, past_key_values=cache), expected)
-    assert_sparse(run)
-
-
 @pytest.mark.skipif(VERSION < (5, 21), reason="until 5.21 transformers prefills everything again; we refuse")
 @families
 def test_chunked_prefill_of_a_second_turn_changes_no_token(family: str) -> None:

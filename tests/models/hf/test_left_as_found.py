@@ -106,17 +106,6 @@ def test_trying_a_model_out_takes_nothing_from_the_random_numbers() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_blocks_can_follow_each_other() -> None:
-    model = tiny()
-    with left_alone(model):
-        answers = []
-        for plan in (SPARSE, "dense", SPARSE):
-            with kvsift.sparse(model, plan):
-                answers.append(greedy(model, prompt()))
-    assert torch.equal(answers[0], answers[2])
-    assert torch.equal(answers[1], greedy(model, prompt()))
-
-
 def test_an_explicit_cache_outlives_a_block_on_the_same_model() -> None:
     model = tiny()
     outside = kvsift.make_cache(model, SPARSE)

@@ -51,16 +51,6 @@ def test_a_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(family: str, plan
     assert_sparse(run)
 
 
-@cached
-def test_the_order_of_a_batch_changes_no_row(family: str) -> None:
-    model = tiny(family)
-    batch, order = ragged(*LENGTHS), torch.tensor([2, 0, 3, 1])
-    with kvsift.sparse(model, SPARSE):
-        straight = greedy(model, **batch)
-        shuffled = greedy(model, **{name: tensor[order] for name, tensor in batch.items()})
-    assert torch.equal(shuffled, straight[order])
-
-
 # 149 leaves one token for the last chunk; chunks of 1 are prefill too
 @pytest.mark.parametrize(("family", "size"), in_turns(FAMILIES, [7, 64, 149, 150, 1]))
 def test_chunked_prefill_changes_no_token(family: str, size: int) -> None:
