@@ -12,6 +12,7 @@ from engine.apart import DEVICES, QUEST, llm
 from engine.loop_sequences import pinned_caches
 from engine.tiny_directory import text_of
 from refusals import refused
+from turns import in_turns
 
 from kvsift import LLM
 from kvsift.engine import memory
@@ -29,10 +30,10 @@ from kvsift.types import Chunk
 PLANS = [
     QUEST,
     QUEST + ":prefilter=2:block_pages=4",
-    "dense",
     "oracle_tokens:budget=120:dense_layers=none",
     "streaming_llm:budget=100",
     "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0",
+    "dense",
 ]
 PER_TOKEN = 2 * 2 * 64 * 4  # keys and values of two KV heads in float32
 
@@ -43,8 +44,7 @@ def on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("placement", ["split", "offload:device_cache=200"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "placement"), in_turns(PLANS, ["split", "offload:device_cache=200"]))
 def test_answers_are_those_of_kv_on_the_device(plan: str, placement: str, device: str, directory: Path) -> None:
     on_host = plan.startswith("retrieval")  # an index needs its keys in host memory
     beside = llm(directory, "cpu" if on_host else device, "device")
