@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := 5.17.0
 # what reads transformers' modules, caches, configs and loaders; the rest builds on these, as do the weights in few bits
-# and the compiled core's steps of tests/models
+# and the compiled core's steps of tests/models, budgets and counters
 OLDEST_TESTS := tests/models $(patsubst %,--ignore=tests/models/%.py,test_native_step test_packed_linear test_quantized \
-  test_scaled_linear hf/test_gguf_codes hf/test_gguf_mutations hf/test_tensor_parallel) tests/api/test_llm.py \
+  test_scaled_linear hf/test_gguf_codes hf/test_gguf_mutations hf/test_guard hf/test_layer_budgets hf/test_new_plan \
+  hf/test_prefill_plans hf/test_run_report hf/test_tensor_parallel) tests/api/test_llm.py \
   $(addprefix tests/engine/test_,$(addsuffix .py,hub quantised rope_lengths))
 # each process that a test starts would compile kvsift anew, and each pytest its own files
 unexport PYTHONDONTWRITEBYTECODE

@@ -13,7 +13,7 @@ from lab.eval.task_tools import BOS, LONG, encode_words, sample
 NEEDLE = re.compile(r"One of the special magic (\w+) for ([\w-]+) is: ([\w-]+)\.")
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 KINDS = {"words": re.compile("[a-z]+-[a-z]+"), "numbers": re.compile(r"\d{7}"), "uuids": UUID}
-SEEDS = range(4)
+SEEDS = range(3)
 
 # scripts/synthetic.yaml of NVIDIA/RULER: haystack, keys, values, keys, values of each, queries
 OFFICIAL = {
@@ -145,7 +145,7 @@ def test_one_document_answers(seed: int) -> None:
     assert made.context.startswith(question.text.strip().split("\n")[0])  # the instruction stands before and after
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_two_documents_together_answer(seed: int) -> None:
     made = sample("qa_2", seed=seed)
     (question,) = made.questions
