@@ -33,7 +33,7 @@ def main() -> None:
         "plans": settings["plans"],
         "max_seqs": settings["model"].get("max_seqs", 0),
     }
-    connection.sendall(frames.pack({"op": "ready", **known}))
+    connection.sendall(frames.pack({"op": "ready", "dialect": {}, **known}))
     while (message := frames.receive(incoming)) is not None:
         if message["op"] == "prefill":
             head = {"op": "document", "document": message["document"], "tokens": 4}
@@ -48,7 +48,7 @@ def main() -> None:
             time.sleep(60)
         if prompt == "die":
             os._exit(9)
-        connection.sendall(frames.pack({"op": "accepted", "id": key, "prompt_tokens": [4]}))
+        connection.sendall(frames.pack({"op": "accepted", "id": key, "prompt_tokens": [4], "begins_reasoning": False}))
         if prompt == "wait":
             continue
         sent = len(message["sent"].get("0", ()))

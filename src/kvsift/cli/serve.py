@@ -67,6 +67,11 @@ def serve(
     drain: Annotated[
         float, typer.Option("--drain", min=0, help="Seconds that answers have to end after SIGTERM.")
     ] = 30.0,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option("--tool-parser", help="Format of calls of tools, if the chat template does not show it."),
+    ] = None,
+    is_strict: Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown fields.")] = False,
     documents: Annotated[
         Path | None, typer.Option("--documents", help="Folder that keeps uploaded documents between starts.")
     ] = None,
@@ -102,7 +107,10 @@ def serve(
         raise MissingPackage(NO_SERVER.format(", ".join(missing)))
     from kvsift.server.run import serve as run
     from kvsift.server.settings import ServerSettings, check_exposure, read_keys
+    from kvsift.server.tool_calls import FORMATS
 
+    if tool_parser is not None and tool_parser not in FORMATS:
+        raise unknown("tool parser", tool_parser, FORMATS)
     keys = read_keys(api_key_file, os.environ)
     check_exposure(host, keys, is_open)
     if model is None:
@@ -123,6 +131,8 @@ def serve(
         max_waiting=max_waiting,
         drain_s=drain,
         documents=documents,
+        tool_parser=tool_parser,
+        is_strict=is_strict,
     )
     raise typer.Exit(run(settings))
 

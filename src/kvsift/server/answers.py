@@ -13,8 +13,20 @@ from kvsift import __version__
 from kvsift.server.jobs import Piece, ServerJob
 from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
+from kvsift.server.tool_calls import PLAIN, AnswerParser, Dialect, Part, blocks, call_id
 
 DONE = b"data: [DONE]\n\n"
+
+
+def parser_of(request: AnyRequest, dialect: Dialect, job: ServerJob) -> AnswerParser:
+    """Return a parser for one answer to a request."""
+    if not isinstance(request, ChatRequest):
+        return AnswerParser(PLAIN)
+    names = [tool.function.name for tool in request.used_tools]
+    most = 1 if request.parallel_tool_calls is False else None
+    if request.required_tools:  # the grammar of the request has no reasoning
+        return AnswerParser(PLAIN, "json", names, most_calls=most)
+    return AnswerParser(dialect, dialect.tools if names else None, names, job.begins_reasoning, most)
 
 
 class AnswerForm:
@@ -23,17 +35,18 @@ class AnswerForm:
     Args:
         request: its body.
         model: name of the served model.
+        dialect: what its answers have besides text.
     """
 
-    def __init__(self, request: AnyRequest, model: str) -> None:
-        self._is_chat, self._request = isinstance(request, ChatRequest), request
+    def __init__(self, request: AnyRequest, model: str, dialect: Dialect = PLAIN) -> None:
+        self._is_chat, self._request, self._dialect = isinstance(request, ChatRequest), request, dialect
         self._head = {"created": int(time()), "model": model, "system_fingerprint": f"kvsift-{__version__}"}
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
-        self._begun: set[int] = set()
+        self._parsers: dict[int, AnswerParser] = {}
 
     def whole(self, job: ServerJob) -> dict[str, Any]:
         """Return the answer to a request that has ended."""
-        choices = [self._choice(piece) for piece in job.take()]
+        choices = [self._choice(job, piece) for piece in job.take()]
         name = "chat.completion" if self._is_chat else "text_completion"
         return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._request)}
 
@@ -41,28 +54,46 @@ class AnswerForm:
         """Return events of a stream for what is new."""
         num_tokens = sum(len(answer.ids) for answer in job.answers)
         numbers = _token_counts(job, num_tokens) if self._request.wants_running_usage else None
-        return b"".join(self._event([choice], numbers) for piece in job.take() for choice in self._deltas(piece))
+        return b"".join(self._event([choice], numbers) for piece in job.take() for choice in self._deltas(job, piece))
 
     def last(self, job: ServerJob) -> bytes:
         """Return the end of a stream."""
+        if job.error is not None:
+            return event(job.error.as_dict())
         return (self._event([], usage(job, self._request)) if self._request.wants_usage else b"") + DONE
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        text: dict[str, Any] = {"message": message} if self._is_chat else {"text": piece.text}
-        return {"index": piece.index, **text, "logprobs": self._logprobs(piece), "finish_reason": piece.finish}
+    def _choice(self, job: ServerJob, piece: Piece) -> dict[str, Any]:
+        parser = parser_of(self._request, self._dialect, job)
+        found = blocks(parser.feed(piece.text, True))
+        text = "".join(block.text for block in found if block.kind == "content")
+        body: dict[str, Any] = {"text": text}
+        if self._is_chat:
+            message = body["message"] = {"role": "assistant", "content": text, "refusal": None}
+            del body["text"]
+            if reasoning := "".join(block.text for block in found if block.kind == "reasoning"):
+                message["reasoning_content"] = reasoning
+            if calls := [_call(call_id(), block.name, block.text) for block in found if block.kind == "call"]:
+                message |= {"content": text or None, "tool_calls": calls}
+        finish = finish_of(piece, parser)
+        return {"index": piece.index, **body, "logprobs": self._logprobs(piece), "finish_reason": finish}
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """A choice with text, if there is any, and one with the end."""
-        index, first = piece.index, piece.index not in self._begun
-        if piece.text or piece.logprobs or first:
-            self._begun.add(index)
-            role = {"role": "assistant"} if first else {}
-            delta = {"delta": {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
-            yield {"index": index, **delta, "logprobs": self._logprobs(piece), "finish_reason": None}
+    def _deltas(self, job: ServerJob, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Choices with text and calls, if there are any, and one with the end."""
+        index, first = piece.index, piece.index not in self._parsers
+        parser = self._parsers.setdefault(index, parser_of(self._request, self._dialect, job))
+        num_calls = parser.num_calls
+        parts = parser.feed(piece.text, piece.finish is not None)
+        if not parts and (piece.logprobs or first):
+            parts = [Part("content", "")]
+        for number, part in enumerate(parts):
+            num_calls += part.kind == "call"
+            role = {"role": "assistant"} if first and not number else {}
+            delta = {"delta": {**role, **_delta(part, num_calls - 1)}} if self._is_chat else {"text": part.text}
+            logprobs = None if number else self._logprobs(piece)
+            yield {"index": index, **delta, "logprobs": logprobs, "finish_reason": None}
         if piece.finish is not None:
             text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-            yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
+            yield {"index": index, **text, "logprobs": None, "finish_reason": finish_of(piece, parser)}
 
     @cached_property
     def _event_start(self) -> bytes:
@@ -89,9 +120,27 @@ class AnswerForm:
         }
 
 
-def event(body: Mapping[str, Any]) -> bytes:
+def finish_of(piece: Piece, parser: AnswerParser) -> str | None:
+    """Return why an answer ended; None before."""
+    return "tool_calls" if parser.num_calls and piece.finish == "stop" else piece.finish
+
+
+def _call(key: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _delta(part: Part, number: int) -> dict[str, Any]:
+    """A part of a chat; calls have numbers."""
+    if part.kind == "call":
+        return {"tool_calls": [{"index": number, **_call(call_id(), part.text, "")}]}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": number, "function": {"arguments": part.text}}]}
+    return {"content" if part.kind == "content" else "reasoning_content": part.text}
+
+
+def event(body: Mapping[str, Any], name: str = "") -> bytes:
     """Return one server-sent event, in ASCII: clients that read lines of text end them at U+0085 and U+2028 too."""
-    return b"data: " + _encode(body) + b"\n\n"
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + _encode(body) + b"\n\n"
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:

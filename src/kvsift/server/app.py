@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
-from dataclasses import replace
-from functools import cache, partial
-from hashlib import blake2b
+from functools import cache
 from time import time
 from typing import Any
 
@@ -22,35 +18,20 @@ from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from kvsift import __version__
-from kvsift.server.answers import AnswerForm
+from kvsift.server.answer_routes import BODIES, IGNORED, add_answer_routes, check_model
 from kvsift.server.api_errors import ApiError, refusals
-from kvsift.server.bodies import json_of
 from kvsift.server.document_routes import PATH, about_documents, add_document_routes, text_of
-from kvsift.server.frames import AnswerRequest
 from kvsift.server.metrics import Metrics
 from kvsift.server.middleware import REQUEST_ID, AccessMiddleware
 from kvsift.server.page_files import PAGE, page_file
-from kvsift.server.responses import ChatCompletion, Completion, Error, Health, Model, ModelList, SampleDocument
+from kvsift.server.responses import Error, Health, Model, ModelList, SampleDocument
 from kvsift.server.sample import sample
-from kvsift.server.schemas import (
-    SCHEMA_REFERENCE,
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    DocumentRequest,
-    json_body,
-    parse,
-)  # fmt: skip
+from kvsift.server.schemas import SCHEMA_REFERENCE, DocumentRequest
 from kvsift.server.settings import ServerSettings
-from kvsift.server.streams import STREAM, EventResponse, answer_events, while_connected
 from kvsift.server.supervisor import Supervisor
 
+NOT_SERVED = re.compile(r"/v1/(embeddings|images|audio|moderations|batches|files|realtime)\b")
 DOCUMENT = re.compile(rf"{PATH}/[^/]*(/\w+)?$")
-EVENTS = (
-    "With stream=true, server-sent events: chunks in OpenAI's form, the usage last if stream_options asks for it, then "
-    "[DONE]. An answer that fails ends with an event that has an Error instead. Lines that begin with a colon say how "
-    "far the prompt is read."
-)
 
 
 def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
@@ -65,7 +46,7 @@ def application(settings: ServerSettings, supervisor: Supervisor, metrics: Metri
     """Return the application with its checks."""
     handlers: Any = {ApiError: _refused, HTTPException: _no_route, Exception: _failed}
     app = FastAPI(openapi_url=None, exception_handlers=handlers)
-    _add_answer_routes(app, supervisor)
+    add_answer_routes(app, supervisor, settings.is_strict)
     add_document_routes(app, supervisor)
     _add_model_routes(app, supervisor, has_sample=settings.model.get("model") is None)
     _add_other_routes(app, supervisor, metrics)
@@ -81,85 +62,8 @@ def application(settings: ServerSettings, supervisor: Supervisor, metrics: Metri
     # Clients have headers of their own, such as x-stainless-lang. None gives a page more rights than its key does.
     return CORSMiddleware(
         checked, list(settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
-        expose_headers=["retry-after", REQUEST_ID],
+        expose_headers=["retry-after", REQUEST_ID, IGNORED],
     )  # fmt: skip
-
-
-def _add_answer_routes(app: FastAPI, supervisor: Supervisor) -> None:
-    responses = {200: {"description": EVENTS, **STREAM}, **refusals(400, 401, 404, 413, 415, 429, 500)}
-
-    @app.post(
-        "/v1/completions", response_model=Completion, responses=responses, openapi_extra=json_body(CompletionRequest)
-    )
-    async def complete_text(request: Request) -> Response:
-        return await _answer(CompletionRequest, request, supervisor)
-
-    @app.post(
-        "/v1/chat/completions", response_model=ChatCompletion, responses=responses,
-        openapi_extra=json_body(ChatRequest),
-    )  # fmt: skip
-    async def answer_chat(request: Request) -> Response:
-        return await _answer(ChatRequest, request, supervisor)
-
-
-async def _answer(schema: type[AnyRequest], request: Request, supervisor: Supervisor) -> Response:
-    supervisor.check_open()  # before a body of megabytes is read
-    body = parse(schema, await json_of(request))
-    form = AnswerForm(body, supervisor.names[0])
-    job = supervisor.submit(_answer_request(body, request.scope["owner"], supervisor))
-    is_streaming = False
-    try:
-        await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
-        if body.stream:
-            is_streaming = True
-            return EventResponse(answer_events(job, form), partial(supervisor.release, job))
-        return JSONResponse(form.whole(job))
-    finally:
-        if not is_streaming:
-            supervisor.release(job)
-
-
-def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Supervisor) -> AnswerRequest:
-    """Return what the engine is asked.
-
-    Raises:
-        ApiError: for another model or plan than those that are served, or a document that cannot be read.
-    """
-    _check_model(body.model, supervisor)
-    client, salt = owner
-    prompt = body.prompt_fields()
-    document = prompt.get("document")
-    if document is not None:
-        supervisor.documents.get(document, owner).check_readable()
-    sampling = {"temperature": body.temperature or 0.0, "top_p": 1.0 if body.top_p is None else body.top_p}
-    request = AnswerRequest(
-        **prompt,
-        num_samples=body.samples,
-        plan=supervisor.plans.index(body.plan.plan),
-        min_recovery=body.plan.min_recovery,
-        sampling={**sampling, "seed": secrets.randbits(48) if body.seed is None else body.seed},
-        options={
-            "stop": body.stops,
-            "stop_token_ids": body.stop_token_ids,
-            "skip_special_tokens": body.skip_special_tokens,
-            "logprobs": body.num_logprobs,
-            "passages": bool(body.plan.passages),
-            "exact": bool(body.plan.exact),
-        },
-        ignore_eos=bool(body.ignore_eos),
-        client=client if salt else _digest(client, body.end_user),
-        salt=salt,
-    )
-    if document is None and body.prompt_cache_key:  # a document would be prefilled again with another salt
-        return replace(request, salt=_digest(salt, body.prompt_cache_key))
-    return request
-
-
-def _check_model(model: str | None, supervisor: Supervisor) -> None:
-    if model is not None and model not in supervisor.names:
-        names = ", ".join(map(repr, supervisor.names))
-        text = f"the model {model[:80]!r} is not served here; this server has {names}."
-        raise ApiError(404, text, "model_not_found", "model")
 
 
 def _add_model_routes(app: FastAPI, supervisor: Supervisor, has_sample: bool) -> None:
@@ -189,7 +93,7 @@ def _add_model_routes(app: FastAPI, supervisor: Supervisor, has_sample: bool) ->
     @app.get("/v1/models/{model:path}", responses=refusals(401, 404))
     async def get_model(model: str) -> Model:
         check_loaded()
-        _check_model(model, supervisor)
+        check_model(model, supervisor)
         return model_of(model)
 
     @app.get("/v1/sample", responses=refusals(401, 404))
@@ -235,7 +139,7 @@ def _add_other_routes(app: FastAPI, supervisor: Supervisor, metrics: Metrics) ->
 def _openapi_document(app: FastAPI) -> dict[str, Any]:
     """What FastAPI knows of the routes, with the bodies of requests (``parse``) and API keys (``AccessMiddleware``)."""
     document = get_openapi(title="kvsift", version=__version__, routes=app.routes)
-    bodies = [(schema, "validation") for schema in (CompletionRequest, ChatRequest, DocumentRequest)]
+    bodies = [(schema, "validation") for schema in (*BODIES, DocumentRequest)]
     _, definitions = models_json_schema(bodies, ref_template=SCHEMA_REFERENCE)  # type: ignore[arg-type]
     components = document["components"]
     components["schemas"] |= definitions["$defs"]
@@ -247,17 +151,18 @@ def _openapi_document(app: FastAPI) -> dict[str, Any]:
     return {**document, "security": [{}, {"key": []}]}
 
 
-def _digest(*parts: str) -> str:
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
 async def _refused(request: Request, error: ApiError) -> Response:
-    return error.response()
+    response = error.response()
+    if request.url.path.startswith("/v1/messages"):  # Anthropic's clients look for a type
+        return JSONResponse({"type": "error", **error.as_dict()}, error.status, response.headers)
+    return response
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:
     is_method = error.status_code == 405
     text = f"{request.url.path[:80]} does not take {request.method}." if is_method else "there is no such route."
+    if (found := NOT_SERVED.match(request.url.path)) is not None:
+        text = f"this server answers with text, and has no {found[1]}."
     refusal = ApiError(error.status_code, f"{text} /openapi.json lists the routes.", "not_found")
     headers = {"allow": ", ".join(sorted(_methods_at(request)))} if is_method else error.headers
     return JSONResponse(refusal.as_dict(), error.status_code, headers)

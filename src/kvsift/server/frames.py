@@ -18,7 +18,8 @@ class AnswerRequest:
 
     Attributes:
         prompts: texts or token ids; none: it is a chat.
-        messages: messages of a chat, each with role and content.
+        messages: messages of a chat, each with role and content, as chat templates read them.
+        variables: variables of the chat template, such as tools.
         document: id of the document before the first message; None: there is none.
         num_samples: answers to each prompt.
         max_tokens: most tokens of each answer; None: what is usual in a chat.
@@ -32,7 +33,8 @@ class AnswerRequest:
     """
 
     prompts: list[str | list[int]] = field(default_factory=list)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
     document: str | None = None
     num_samples: int = 1
     max_tokens: int | None = None

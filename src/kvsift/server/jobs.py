@@ -55,6 +55,7 @@ class ServerJob:
     Attributes:
         answers: answers in the order of prompts, then samples.
         prompt_tokens: number of tokens of each prompt; None until the engine has accepted the request.
+        begins_reasoning: the answer begins with reasoning, of which the prompt has the delimiter.
         num_prefilled: prompt tokens that are cached; None while it waits.
         is_sent: the present engine has it.
         crashes: times that the engine died with it, since it was last further than before.
@@ -66,6 +67,7 @@ class ServerJob:
         self.key, self.request = key, request
         self.answers = [AnswerState() for _ in range(request.num_answers)]
         self.prompt_tokens: list[int] | None = None
+        self.begins_reasoning = False
         self.num_prefilled: int | None = None
         self._num_prefilled_at_crash = -1
         self.is_sent, self.crashes = False, 0
@@ -100,9 +102,9 @@ class ServerJob:
             "ended": [index for index, answer in enumerate(self.answers) if answer.finish is not None],
         }
 
-    def accept(self, prompt_tokens: list[int]) -> None:
+    def accept(self, prompt_tokens: list[int], begins_reasoning: bool = False) -> None:
         """The engine has checked the request."""
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.begins_reasoning = prompt_tokens, begins_reasoning
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:

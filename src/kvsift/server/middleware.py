@@ -81,7 +81,7 @@ class AccessMiddleware:
         peer = str((scope.get("client") or ["local"])[0])
         if not self._salts or scope["path"] in WITHOUT_KEY:
             return peer, ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}").partition(" ")
         salt = salt_of(key.strip().encode("latin-1"))  # as headers are decoded
         known = [compare_digest(salt, other) for other in self._salts]  # all of them, whichever it is
         if scheme.lower() != "bearer" or not any(known):

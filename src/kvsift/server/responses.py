@@ -159,7 +159,7 @@ class CompletionLogprobs(ResponseBody):
 
 class AnswerChoice(ResponseBody):
     index: Count
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class CompletionChoice(AnswerChoice):
@@ -167,10 +167,23 @@ class CompletionChoice(AnswerChoice):
     logprobs: CompletionLogprobs | None
 
 
+class FunctionCall(ResponseBody):
+    name: str
+    arguments: Annotated[str, Field(description="JSON, as far as the model wrote it.")]
+
+
+class ToolCall(ResponseBody):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(ResponseBody):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(AnswerChoice):
@@ -194,3 +207,59 @@ class Completion(AnswerBody):
 class ChatCompletion(AnswerBody):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class MessageUsage(ResponseBody):
+    input_tokens: Count
+    cache_read_input_tokens: Count
+    cache_creation_input_tokens: Count
+    output_tokens: Count
+    sparsity: SparsityUsage
+
+
+class MessageBody(ResponseBody):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: Annotated[list[dict[str, Any]], Field(description="Blocks: text, thinking and tool_use.")]
+    stop_reason: Literal["end_turn", "max_tokens", "tool_use"]
+    stop_sequence: None
+    usage: MessageUsage
+
+
+class InputTokens(ResponseBody):
+    input_tokens: Count
+
+
+class ResponseUsage(ResponseBody):
+    input_tokens: Count
+    input_tokens_details: CachedTokens
+    output_tokens: Count
+    output_tokens_details: dict[str, Count]
+    total_tokens: Count
+    sparsity: SparsityUsage
+
+
+@with_config(ConfigDict(extra="allow"))
+class ResponseObject(TypedDict):
+    """A response, with fields of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: Annotated[list[dict[str, Any]], Field(description="Items: message, reasoning and function_call.")]
+    usage: ResponseUsage
+
+
+class TokenList(ResponseBody):
+    count: Count
+    max_model_len: Count | None
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(ResponseBody):
+    prompt: str

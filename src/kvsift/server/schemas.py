@@ -1,7 +1,11 @@
-"""Bodies of requests: what is supported, and what is known but has to be left at its neutral value."""
+"""Bodies of requests: what is supported, and what is known but has to be left at its neutral value. Other fields are
+ignored, unless they seem to be misspelled or ask for what is not here."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
@@ -9,6 +13,7 @@ from pydantic_core import from_json
 
 from kvsift.errors import unknown
 from kvsift.server.api_errors import ApiError
+from kvsift.server.tool_calls import Dialect
 
 MOST_ROWS = 64  # answers of one request
 MOST_TOKENS = 1_000_000  # of an answer; the model's positions are fewer
@@ -17,6 +22,13 @@ MOST_LOGPROBS = 20
 MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its own
 MOST_PARTS = 100_000  # objects and lists of a body
 FIRST_ERROR = Field(fail_fast=True)  # of a list
+MOST_TOOLS = 128
+MISSPELLED = 0.8  # similarity (difflib) to a known field
+NOT_HERE = {  # fields of other servers, without which answers would be others
+    "allowed_token_ids", "bad_words", "background", "conversation", "guided_choice", "guided_grammar", "guided_json",
+    "guided_regex", "length_penalty", "logits_processors", "max_new_tokens", "min_tokens", "mirostat", "num_predict",
+    "prompt_logprobs", "tfs_z", "top_a", "truncate_prompt_tokens", "typical_p", "use_beam_search",
+}  # fmt: skip
 SCHEMA_REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 
 
@@ -37,7 +49,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class StreamOptions(Strict):
+class Body(BaseModel):
+    """A JSON object whose unknown fields are ignored (``ignored_fields``)."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
@@ -57,7 +75,7 @@ class Sparsity(Strict):
 Stop = Annotated[str, Field(max_length=256)]
 
 
-class TextRequest(Strict):
+class TextRequest(Body):
     """Fields that all requests for text share."""
 
     model: str | None = Field(None, max_length=400)
@@ -184,36 +202,117 @@ class CompletionRequest(TextRequest):
         return {"prompts": self.prompts, "max_tokens": self.max_tokens or COMPLETION_TOKENS}
 
 
-class TextPart(Strict):
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Strict):
+class CalledFunction(Body):
+    """A call of a function by the model, and its arguments as JSON."""
+
+    name: str = Field(max_length=256)
+    arguments: str = ""
+
+    def parsed(self) -> dict[str, Any]:
+        """Return the arguments."""
+        value = json.loads(self.arguments or "{}")
+        if not isinstance(value, dict):
+            raise ValueError
+        return value
+
+    @model_validator(mode="after")
+    def check_arguments(self) -> CalledFunction:
+        """Refuse arguments that no template could write."""
+        try:
+            self.parsed()
+        except (ValueError, RecursionError):
+            raise ValueError(f"the arguments of the call of {self.name[:80]!r} are no JSON object") from None
+        return self
+
+
+class ToolCall(Body):
+    """A call of a tool in a message of the assistant."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Body):
     """A message of a chat. That of an assistant may have no content, as clients repeat it; it is empty then."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
-    name: neutral() = None  # type: ignore[valid-type]
-    refusal: neutral() = None  # type: ignore[valid-type]
+    reasoning_content: str | None = Field(None, description="Of the assistant, for templates that write it.")
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=256, description="The call that a message of a tool answers.")
+    name: str | None = Field(None, max_length=256)
     audio: neutral() = None  # type: ignore[valid-type]
-    annotations: neutral([]) = None  # type: ignore[valid-type]
-    tool_calls: neutral([]) = None  # type: ignore[valid-type]
     function_call: neutral() = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def check_content(self) -> ChatMessage:
-        """Refuse a message of others without content."""
+        """Refuse a message of others without content, and calls of others."""
         if self.content is None and self.role != "assistant":
             raise ValueError("has none: the content of a message is text, and only that of an assistant may be null")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are those of an assistant, and the role is {self.role!r}")
         return self
 
-    def plain(self) -> dict[str, str]:
-        """Return the message with its content as one text."""
-        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+    def plain(self) -> dict[str, Any]:
+        """Return the message with its content as one text, as chat templates read it."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.reasoning_content and self.role == "assistant":
+            message["reasoning_content"] = self.reasoning_content
+            if not text:
+                message["thinking"] = self.reasoning_content  # in the template of gpt-oss
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function",
+                 "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+                for call in self.tool_calls
+            ]  # fmt: skip
+        return message
+
+
+class Function(Body):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it."""
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        about = {"description": self.function.description or "", "parameters": parameters}
+        return {"type": "function", "function": {"name": self.function.name, **about}}
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+TemplateVariables = dict[str, bool | int | float | str | None]
 
 
 class ChatRequest(TextRequest):
@@ -224,21 +323,29 @@ class ChatRequest(TextRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    tools: neutral([]) = None  # type: ignore[valid-type]
-    tool_choice: neutral("none", "auto") = None  # type: ignore[valid-type]
-    parallel_tool_calls: neutral(True, False) = None  # type: ignore[valid-type]
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: neutral([]) = None  # type: ignore[valid-type]
     function_call: neutral("none", "auto") = None  # type: ignore[valid-type]
     response_format: neutral({"type": "text"}) = None  # type: ignore[valid-type]
     modalities: neutral(["text"]) = None  # type: ignore[valid-type]
     audio: neutral() = None  # type: ignore[valid-type]
-    prediction: neutral() = None  # type: ignore[valid-type]
     web_search_options: neutral() = None  # type: ignore[valid-type]
-    reasoning_effort: neutral("none") = None  # type: ignore[valid-type]
-    verbosity: neutral("medium") = None  # type: ignore[valid-type]
-    service_tier: neutral("auto", "default") = None  # type: ignore[valid-type]
-    store: neutral(False) = None  # type: ignore[valid-type]
-    metadata: dict[str, str] | None = None
+    reasoning_effort: str | None = Field(None, max_length=16, description="For chat templates that read it.")
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
+
+    @property
+    def used_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def required_tools(self) -> list[Tool]:
+        """The tools of which one has to be called; none: no call is required."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return [tool for tool in self.used_tools if tool.function.name == self.tool_choice.function.name]
+        return self.used_tools if self.tool_choice == "required" else []
 
     @property
     def num_logprobs(self) -> int | None:
@@ -252,13 +359,77 @@ class ChatRequest(TextRequest):
             raise ValueError("top_logprobs need logprobs=true")
         if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        if "tools" in (self.chat_template_kwargs or ()):
+            raise ValueError("tools are a field of their own, not one of chat_template_kwargs")
+        if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
+            raise ValueError("tool_choice asks for a call, and tools have no such function")
         return self
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of an ``AnswerRequest`` that have the prompt and its limit."""
-        messages = [message.plain() for message in self.messages]
         most = self.max_completion_tokens or self.max_tokens
-        return {"messages": messages, "max_tokens": most, "document": self.document}
+        return {"messages": self.plain_messages(), "max_tokens": most, "document": self.document}
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates read them. Results of tools have their names."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        messages = [message.plain() for message in self.messages]
+        for message, given in zip(messages, self.messages):
+            if given.role == "tool":
+                message["tool_call_id"] = given.tool_call_id or ""
+                message["name"] = given.name or names.get(given.tool_call_id or "", "")
+        return messages
+
+    def template_variables(self, dialect: Dialect) -> dict[str, Any]:
+        """Return the variables of a chat template.
+
+        Raises:
+            ApiError: for tools, if the model calls them in a format that is not known.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            efforts = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+            variables = {name: value for name, value in efforts.items() if name in dialect.variables} | variables
+        if self.used_tools:
+            if dialect.has_tools and dialect.tools is None:
+                text = "the model calls tools in a format that this server does not read"
+                text += "; leave tools out, or start it with --tool-parser."
+                raise ApiError(400, text, "unsupported_parameter", "tools")
+            variables["tools"] = [tool.plain() for tool in self.used_tools]
+        return variables
+
+
+class TokenizeRequest(Body):
+    """Body of POST /tokenize."""
+
+    model: str | None = Field(None, max_length=400)
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=256, fail_fast=True)
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: bool | None = Field(None, description="Those that the tokenizer adds to a prompt.")
+    add_generation_prompt: neutral(True) = None  # type: ignore[valid-type]
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def check(self) -> TokenizeRequest:
+        """Refuse two texts, and none."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either a prompt or messages")
+        return self
+
+    def text_or_chat(self) -> str | ChatRequest:
+        """Return the text, or the chat, whose tokens are asked for."""
+        if self.messages is None:
+            return self.prompt or ""
+        return ChatRequest(messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
+
+
+class DetokenizeRequest(Body):
+    """Body of POST /detokenize."""
+
+    model: str | None = Field(None, max_length=400)
+    tokens: TokenIds
 
 
 class DocumentRequest(Strict):
@@ -269,7 +440,6 @@ class DocumentRequest(Strict):
 
 
 AnyRequest = CompletionRequest | ChatRequest
-NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": ChatMessage}
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -293,10 +463,36 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object.", "invalid_json")
     _check_sizes(given)
+    return validated(schema, given)
+
+
+def validated(schema: type[Schema], given: dict[str, Any]) -> Schema:
+    """As ``parse``, of an object."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:
         raise _refusal(schema, error) from None
+
+
+def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Iterator[str]:
+    """Yield the unknown fields of a request.
+
+    Raises:
+        ApiError: for one that seems to be misspelled, or asks for what is not here; for any if it ``is_strict``.
+    """
+    if isinstance(value, list):
+        for each in value:
+            yield from ignored_fields(each, is_strict, path)
+    if not isinstance(value, BaseModel):
+        return
+    for name, given in (value.model_extra or {}).items():
+        is_misspelled = get_close_matches(name, type(value).model_fields, 1, MISSPELLED)
+        if (given is not None and (is_strict or is_misspelled)) or (given and name in NOT_HERE):
+            text = str(unknown("field", name[:80], type(value).model_fields))
+            raise ApiError(400, text, "unknown_parameter", name[:80])
+        yield f"{path}{name[:80]}"
+    for name in type(value).model_fields:
+        yield from ignored_fields(getattr(value, name), is_strict, f"{path}{name}.")
 
 
 def _check_sizes(given: dict[str, Any]) -> None:
@@ -323,18 +519,17 @@ def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
     first = min(found, key=lambda e: (e["loc"][-1:] != ("role",), e["type"] != "extra_forbidden", -len(e["loc"])))
     names = [str(part) for part in first["loc"]]
     if names[-1:] == ["role"] and first["type"] == "literal_error":
-        text = f"{'.'.join(names)} must be {first['ctx']['expected']}; this server calls no tools or functions."
+        text = f"{'.'.join(names)} must be {first['ctx']['expected']}."
         return ApiError(400, text, "invalid_value", ".".join(names))
     if "content" in names[1:]:
         text = 'the content of a message is text, or a list of {"type": "text", "text": ...}; no other parts are taken.'
         return ApiError(400, text, "invalid_value", ".".join(names[:3]))
     if first["type"] == "extra_forbidden":
-        model = NESTED.get(names[0], schema) if len(names) > 1 else schema
-        text = str(unknown("field", names[-1][:80], model.model_fields))
+        text = str(unknown("field", names[-1][:80], (Sparsity if len(names) > 1 else schema).model_fields))
         return ApiError(400, text, "unknown_parameter", names[-1][:80])
     param = names[0] if names else None
-    if param == "messages":
-        param = ".".join(names[:3])
+    if param in ("messages", "tools"):
+        param = ".".join(names[:3] if param == "messages" else names)
     if param == "prompt":
         text = "prompt must be text, a list of texts, a list of token ids, or a list of such lists."
         return ApiError(400, text, "invalid_value", param)

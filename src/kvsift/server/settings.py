@@ -37,6 +37,8 @@ class ServerSettings:
         max_waiting: requests that may wait for the engine; further ones are refused.
         drain_s: seconds that answers in progress have after SIGTERM.
         documents: folder that keeps documents between starts; None: they end with the server.
+        tool_parser: format in which the model calls tools (``tool_calls``); None: that of its chat template.
+        is_strict: refuse requests with unknown fields; else those without effect are ignored.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class ServerSettings:
     max_waiting: int = 256
     drain_s: float = 30.0
     documents: Path | None = None
+    tool_parser: str | None = None
+    is_strict: bool = False
 
     @property
     def salts(self) -> list[str]:

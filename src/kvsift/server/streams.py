@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvsift.server.answers import AnswerForm, event
+from kvsift.server.answers import event
 from kvsift.server.api_errors import ApiError, ClientLeft
 from kvsift.server.jobs import ServerJob
 
@@ -59,10 +59,14 @@ class EventResponse(Response):
     Args:
         events: those that a client waits for come at once.
         release: called at the end, whatever it is.
+        headers: further headers.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None] = lambda: None) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self, events: AsyncIterator[bytes], release: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         self._events, self._release = events, release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,13 +92,26 @@ class EventResponse(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def answer_events(job: ServerJob, form: AnswerForm) -> AsyncIterator[bytes]:
+class Form(Protocol):
+    """The form of an answer."""
+
+    def whole(self, job: ServerJob) -> dict[str, Any]:
+        """Return an answer that has ended."""
+
+    def chunks(self, job: ServerJob) -> bytes:
+        """Return events for what is new."""
+
+    def last(self, job: ServerJob) -> bytes:
+        """Return the last events, or that of an error."""
+
+
+async def answer_events(job: ServerJob, form: Form) -> AsyncIterator[bytes]:
     """The events of an answer, and comments while there are none."""
     while True:
         is_ended = job.is_ended  # before its pieces are taken
         data = form.chunks(job)
         if is_ended:
-            yield data + (form.last(job) if job.error is None else event(job.error.as_dict()))
+            yield data + form.last(job)
             return
         if data:
             yield data

@@ -16,6 +16,7 @@ import traceback
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.served_document import ServedDocument
 from kvsift.server.settings import KEY_VARIABLE, PlanList, ServerSettings
+from kvsift.server.tool_calls import Dialect
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
 HEARTBEAT_TIMEOUT_S = 60.0  # after which the engine is replaced
@@ -54,11 +56,13 @@ class Supervisor:
         pid: process id of the engine process.
         gauges: sequences by state and pages by owner in the engine, as of its last heartbeat.
         documents: documents that clients have uploaded.
+        dialect: what answers of the model have besides text.
     """
 
     def __init__(self, settings: ServerSettings, on_end: Callable[[ServerJob], None]) -> None:
         self._settings, self._on_end = settings, on_end
         self._jobs: dict[int, ServerJob] = {}
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._keys = itertools.count(1)
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -71,6 +75,7 @@ class Supervisor:
         files = None if settings.documents is None else DocumentFiles(settings.documents)
         self.documents = Documents(self._send, files, settings.salts)
         self.names, self.positions, self.plans, self.restarts = list[str](), None, PlanList([], []), 0
+        self.dialect = Dialect()
         self.gauges: dict[str, dict[str, int]] = {}
         self._num_sequences = 0
 
@@ -122,6 +127,21 @@ class Supervisor:
         self._idle.clear()
         self._send_pending()
         return job
+
+    async def convert(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return what the engine answers to a message about texts and tokens.
+
+        Raises:
+            ApiError: if it refuses it, or takes none at the moment.
+        """
+        self.check_open()
+        key = next(self._keys)
+        self._asked[key] = asyncio.get_running_loop().create_future()
+        self._send({**message, "id": key})
+        try:
+            return await self._asked[key]
+        finally:
+            del self._asked[key]
 
     def _send_pending(self) -> None:
         """Send the engine the documents and requests that it does not have. What was in two crashes, without progress
@@ -260,6 +280,9 @@ class Supervisor:
             self.kill()
             self._writer.close()
             self._writer = None
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(unavailable("restarting", 2))
             await self._process.wait()
         if became_ready and not self._is_stopping:
             print(f"kvsift: the engine process ended ({self._process.returncode}); starting another.", file=sys.stderr)
@@ -274,6 +297,9 @@ class Supervisor:
             self.names = list(dict.fromkeys(self._settings.names)) or [message["model"]]
             self.positions, self._num_sequences = message["positions"], message["max_seqs"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
+            self.dialect = Dialect(**message["dialect"])
+            if self._settings.tool_parser is not None:
+                self.dialect = replace(self.dialect, tools=self._settings.tool_parser)
             self._is_ready = True
             self.ready.set()
             self._send_pending()
@@ -285,13 +311,17 @@ class Supervisor:
             self.documents.received(message)
             if self._tries_alone:
                 self._send_pending()
-        elif op in ("accepted", "refused") and (job := self._jobs.get(message["id"])) is not None:
-            if op == "accepted":
-                self._attempt(job, partial(job.accept, message["prompt_tokens"]))
-                return
+        elif op == "accepted" and (job := self._jobs.get(message["id"])) is not None:
+            self._attempt(job, partial(job.accept, message["prompt_tokens"], message["begins_reasoning"]))
+        elif op == "converted" and (asked := self._asked.get(message["id"])) is not None and not asked.done():
+            asked.set_result(message)
+        elif op == "refused":
             retry_after = 5 if message["status"] == 429 else None
             error = ApiError(message["status"], message["message"], message["code"], retry_after=retry_after)
-            self._attempt(job, partial(job.fail, error))
+            if (job := self._jobs.get(message["id"])) is not None:
+                self._attempt(job, partial(job.fail, error))
+            elif (asked := self._asked.get(message["id"])) is not None and not asked.done():
+                asked.set_exception(error)
 
     def _attempt(self, job: ServerJob, work: Callable[[], object]) -> None:
         """Do something for a request, which ends if that fails."""

@@ -5,14 +5,15 @@
 FD is a connected socket. The process ends when the other side closes it. Messages (``frames``):
 
     in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
-          {op: prefill | forget, document, ...}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, news: [...]},
+          {op: tokenize | detokenize, id, ...}, {op: prefill | forget, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused | converted, id}, {op: step, news: [...]},
           {op: heartbeat, step_s, sequences, pages}, {op: document, document, ...}
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 import traceback
@@ -38,6 +39,7 @@ from kvsift.server import frames
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.replies import Reply, usage_of
+from kvsift.server.tool_calls import Dialect
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, require_text
 
@@ -87,6 +89,7 @@ class Worker:
         if settings["reserve_tokens"] != 0:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
+        self._dialect = Dialect.of(str(llm.tokenizer.chat_template or ""))
         self._waiting: list[OpenSequence] = []  # accepted sequences whose document is in prefill
         self._seqs: list[OpenSequence] = []
         self._lock = Lock()
@@ -99,7 +102,9 @@ class Worker:
         """Serve the messages of a socket's file until the other side closes."""
         llm = self._llm
         ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "max_seqs": llm.loop.max_seqs}
-        self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
+        self._send(
+            {"op": "ready", **ready, "plans": [str(plan) for plan in self._plans], "dialect": vars(self._dialect)}
+        )
         llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
         llm.loop.start()
         Thread(target=self._send_heartbeats, daemon=True).start()
@@ -112,6 +117,8 @@ class Worker:
             self._submit(message)
         elif op == "cancel":
             self._cancel(message["id"])
+        elif op in ("tokenize", "detokenize"):
+            self._convert(message)
         elif op == "prefill":
             self._documents.add(message)
         else:
@@ -147,7 +154,9 @@ class Worker:
             reason = f"the prompt cannot be read ({type(error).__name__}); the log has the reason."
             self._refuse(key, 500, RuntimeError(reason), "prompt_failed")
             return
-        self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
+        begins = bool(request.messages) and self._dialect.begins_reasoning(self._llm.tokenizer.decode(prompts[0][-16:]))
+        counts = [len(ids) for ids in prompts]
+        self._send({"op": "accepted", "id": key, "prompt_tokens": counts, "begins_reasoning": begins})
         with self._lock:
             self._waiting += seqs
         for opened in seqs:
@@ -155,6 +164,26 @@ class Worker:
                 self._begin(opened)
             else:
                 self._documents.ask(request.document, opened)
+
+    def _convert(self, message: dict[str, Any]) -> None:
+        """Answer a request for tokens, or for the text of some."""
+        tokenizer = self._llm.tokenizer
+        try:
+            if message["op"] == "detokenize":
+                self._check_tokens(message["tokens"])
+                found = {"text": tokenizer.decode(message["tokens"])}
+            else:
+                [ids] = self._prompts(AnswerRequest(**message["request"]), message["special"])
+                pieces = tokenizer.convert_ids_to_tokens(ids) if message["pieces"] else None
+                found = {"tokens": ids, "pieces": pieces}
+        except InputError as error:
+            self._refuse(message["id"], 400, error, error.code)
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the text cannot be converted ({type(error).__name__}); the log has the reason."
+            self._refuse(message["id"], 500, RuntimeError(reason), "conversion_failed")
+        else:
+            self._send({"op": "converted", "id": message["id"], **found})
 
     def _begin(self, opened: OpenSequence) -> None:
         """Submit a sequence to the loop, unless it was cancelled. A full queue ends its request, another error the
@@ -184,28 +213,31 @@ class Worker:
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
         self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
 
-    def _prompts(self, request: AnswerRequest) -> list[list[int]]:
-        """Tokens of the prompts."""
+    def _prompts(self, request: AnswerRequest, special: bool = True) -> list[list[int]]:
+        """Tokens of the prompts, those of a text with the tokens that the tokenizer adds if they are ``special``."""
         if not request.messages:
-            return [self._encode_prompt(prompt) for prompt in request.prompts]
+            return [self._encode_prompt(prompt, special) for prompt in request.prompts]
         text, growing = self._document(request)
-        self._llm.check_text("\n".join([text, *(each["content"] for each in request.messages)]))
-        return [self._form.encode_messages(request.messages, text, growing)]
+        self._llm.check_text("\n".join([text, json.dumps([request.messages, request.variables], ensure_ascii=False)]))
+        return [self._form.encode_messages(request.messages, text, growing, **request.variables)]
 
     def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:
         """Text before the messages of a chat, and what encodes prompts about it."""
         return ("", None) if request.document is None else self._documents.text(request.document)
 
-    def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
+    def _encode_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
         llm = self._llm
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
             llm.check_text(prompt)
-            return llm.encode(prompt)
-        vocabulary = llm.directory.config.vocab_size
-        if (largest := max(prompt)) >= vocabulary:
-            raise InvalidValue(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
+            return llm.encode(prompt) if special else llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        self._check_tokens(prompt)
         return prompt
+
+    def _check_tokens(self, ids: list[int]) -> None:
+        vocabulary = self._llm.directory.config.vocab_size
+        if (largest := max(ids, default=0)) >= vocabulary:
+            raise InvalidValue(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
 
     def _open(self, message: dict[str, Any], request: AnswerRequest, prompts: list[list[int]]) -> list[OpenSequence]:
         """The sequences of a request, one for each prompt and sample; those that ended before a restart are left
@@ -219,7 +251,8 @@ class Worker:
         seqs, sampling = list[OpenSequence](), Sampling(**request.sampling)
         offsets = None
         if options.passages:
-            offsets = self._form.message_offsets(request.messages, self._document(request)[0])
+            text, _ = self._document(request)
+            offsets = self._form.message_offsets(request.messages, text, **request.variables)
         stops = options.stops
         if is_chat and self._form.stop and not request.ignore_eos:  # it ends an answer as an eos token does
             stops += (self._form.stop,)

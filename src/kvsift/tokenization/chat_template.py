@@ -2,21 +2,36 @@
 
 Most templates read the content of a message as text; some read it as a list of parts
 (``[{"type": "text", "text": ...}]``) and write nothing of a text. Which form a template reads, role by role, is
-found by rendering messages whose contents are markers.
+found by rendering messages whose contents are markers. In the same way it is found how a template reads the calls of
+tools in messages of the assistant: with arguments as an object or as text, and with empty or no content.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvsift.errors import UnsupportedPrompt
+from kvsift.errors import InvalidValue, UnsupportedPrompt
 
-Message = Mapping[str, Any]  # with a role and, as text, a content
+Message = Mapping[str, Any]  # with a role and, as text, a content; tool_calls have arguments as objects
 MOST_KNOWN = 256  # sequences of roles
 MARKER = "kvsift-content-"
 DUMPED = "'text': '", '"text": "'
+RESERVED = {"messages", "documents", "bos_token", "eos_token", "add_generation_prompt"}  # of templates
+
+
+class CallForm(NamedTuple):
+    """How a template reads messages with calls of tools."""
+
+    empty: str | None
+    is_text: bool  # of arguments
+
+
+CALL_FORMS = [CallForm(empty, is_text) for is_text in (False, True) for empty in ("", None)]
 
 
 class ChatTemplate:
@@ -25,22 +40,67 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._in_parts = lru_cache(MOST_KNOWN)(self._find_parts)
+        self._call_form = lru_cache(MOST_KNOWN)(self._find_call_form)
 
-    def render(self, messages: Sequence[Message], continues: bool = False) -> str:
+    def render(self, messages: Sequence[Message], continues: bool = False, **variables: Any) -> str:
         """Return the prompt of messages, which the model answers, or of which it ``continues`` the last one.
 
+        Args:
+            messages: the messages.
+            continues: the answer goes on with the last of them.
+            variables: of the template, besides messages; ``tools``, for example.
+
         Raises:
-            InputError: if the template refuses them, or leaves out the content of some.
+            InputError: if the template refuses them, or leaves out the content of some, or has no such variables.
         """
         template, roles = str(self._tokenizer.chat_template), tuple(message["role"] for message in messages)
-        in_parts = self._in_parts(template, roles)
+        self._check_variables(template, variables)
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+        in_parts = None if calls or "tool" in roles else self._in_parts(template, roles)
+        if calls:
+            messages = _with_calls(messages, self._call_form(template))
         try:
-            text = self._rendered(messages, in_parts or (), continues)
+            text = self._rendered(messages, in_parts or (), continues, variables)
         except Exception as error:  # templates raise any exception
             raise UnsupportedPrompt(f"the model's chat template refuses this prompt: {error}.") from error
         if in_parts is None:  # it refuses markers, so look for the contents themselves
-            _require_all({message["role"] for message in messages if message["content"].strip() not in text})
+            _require_all({message["role"] for message in messages if not _is_written(message["content"] or "", text)})
+        if not all(name in text for name in calls):
+            raise _no_tools("the calls of tools in messages of the assistant")
         return text
+
+    def _check_variables(self, template: str, variables: Mapping[str, Any]) -> None:
+        if variables.get("tools") and not re.search(r"\btools\b", template):
+            raise _no_tools("tools")
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"tools"} | RESERVED
+        for name in variables:
+            if name in taken or not (name.isidentifier() and re.search(rf"\b{name}\b", template)):
+                raise InvalidValue(
+                    f"the model's chat template has no variable {name[:80]!r} that requests may set. Leave it out of "
+                    "chat_template_kwargs."
+                )
+
+    def _find_call_form(self, template: str) -> CallForm:
+        """The first form in which a call reaches the prompt.
+
+        Raises:
+            InputError: if none does.
+        """
+        function = {"name": f"{MARKER}name", "arguments": {"x": f"{MARKER}x"}}
+        calls = [{"id": "kvsiftid1", "type": "function", "function": function}]
+        messages: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": "!", "name": f"{MARKER}name", "tool_call_id": "kvsiftid1"},
+        ]
+        for form in CALL_FORMS:
+            try:
+                text = self._rendered(_with_calls(messages, form), ())
+            except Exception:
+                continue
+            if all(each in text for each in function["arguments"].values()) and function["name"] in text:
+                return form
+        raise _no_tools("the calls of tools in messages of the assistant")
 
     def _find_parts(self, template: str, roles: Sequence[str]) -> frozenset[str] | None:
         """The roles whose contents the template reads as parts; None if it refuses markers.
@@ -67,7 +127,10 @@ class ChatTemplate:
             text = text.replace(dumped + MARKER, "")
         return {role for role, marker in zip(roles, markers) if marker not in text}
 
-    def _rendered(self, messages: Sequence[Message], in_parts: Collection[str], continues: bool = False) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], in_parts: Collection[str], continues: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         given = [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
             if message["role"] in in_parts
@@ -75,9 +138,39 @@ class ChatTemplate:
             for message in messages
         ]
         text: str = self._tokenizer.apply_chat_template(
-            given, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues
-        )
+            given, tokenize=False, add_generation_prompt=not continues, continue_final_message=continues,
+            **variables or {},
+        )  # fmt: skip
         return text
+
+
+def _with_calls(messages: Sequence[Message], form: CallForm) -> list[Message]:
+    """Messages as a template reads their calls."""
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = json.dumps(arguments, ensure_ascii=False) if form.is_text else arguments
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    return [
+        {**message, "content": message["content"] or form.empty, "tool_calls": [*map(written, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _is_written(content: str, text: str) -> bool:
+    """Whether a text has a content, as it is or as JSON, without the reasoning before it."""
+    content = content.rpartition("</think>")[2].strip()
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _no_tools(what: str) -> UnsupportedPrompt:
+    return UnsupportedPrompt(
+        f"the model's chat template does not write {what}, so the model would not know of them. Leave them out, or "
+        "use a model that was trained to call tools."
+    )
 
 
 def _require_all(lost: Collection[str]) -> None:

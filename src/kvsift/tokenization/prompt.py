@@ -11,18 +11,21 @@ this format, an answer per line; the user's own template replaces both:
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from kvsift.errors import EmptyText, InvalidText, InvalidValue, MissingInput, UnsupportedPrompt
-from kvsift.tokenization.chat_template import ChatTemplate
+from kvsift.tokenization.chat_template import ChatTemplate, Message
 from kvsift.tokenization.control_tokens import ControlTokens, Mask, Rendering
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.text_offsets import TextOffsets, require_spans
 
 STOP = "\n"
+WORD = re.compile(r"[\w.-]*")
 Turn = tuple[str, str]  # a question and its answer
 
 
@@ -118,11 +121,12 @@ class PromptFormat:
         return TextOffsets([(first - begin + lead, last - begin + lead) for first, last in spans], len(context))
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, str]], document: str = "", growing: GrowingText | None = None
+        self, messages: Sequence[Message], document: str = "", growing: GrowingText | None = None, **variables: Any
     ) -> list[int]:
         """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
         kvsift's own format, in which system messages, and what stands before the last blank line of the first
-        question, are of the document too. ``growing`` is of the prompts that begin like this one.
+        question, are of the document too. ``growing`` is of the prompts that begin like this one, ``variables`` are
+        those of the chat template, such as tools.
 
         Raises:
             InputError: if the template refuses them or leaves out what one says, or they do not alternate, the user's
@@ -130,17 +134,29 @@ class PromptFormat:
         """
         for message in messages:
             require_text(message["content"], "message")
-        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask), growing)
+        require_text(json.dumps([messages, variables], ensure_ascii=False), "request")
+        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask, variables), growing)
 
-    def message_offsets(self, messages: Sequence[Mapping[str, str]], document: str) -> TextOffsets:
+    def message_offsets(self, messages: Sequence[Message], document: str, **variables: Any) -> TextOffsets:
         """Return where the tokens of ``encode_messages`` stand in the document; errors as of ``offsets``."""
-        return self._offsets(document, lambda text, mask: self._text_of_messages(messages, text, mask))
+        return self._offsets(document, lambda text, mask: self._text_of_messages(messages, text, mask, variables))
 
-    def _text_of_messages(self, messages: Sequence[Mapping[str, str]], context: str, mask: Mask) -> str:
-        messages = [{**message, "content": mask(message["content"])} for message in messages]
+    def _text_of_messages(
+        self, messages: Sequence[Message], context: str, mask: Mask, variables: Mapping[str, Any]
+    ) -> str:
+        messages = [
+            {**_masked(message, mask), "role": message["role"], "content": mask(message["content"])}
+            for message in messages
+        ]
         context = mask(context)
         if self.tokenizer.chat_template:
-            return self._chat.render(_with_document(messages, context) if context else messages)
+            with_document = _with_document(messages, context) if context else messages
+            return self._chat.render(with_document, **_masked(variables, mask))
+        if variables or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            raise UnsupportedPrompt(
+                "this model has no chat template, which would write tools, their calls and results, and other "
+                "variables. Leave them out, or use a model that has one."
+            )
         contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
         said = [message for message in messages if message["role"] != "system"]
         roles = [message["role"] for message in said]
@@ -176,7 +192,16 @@ class PromptFormat:
         return not (chat or (bos and rendering.masked.startswith(bos)))
 
 
-def _with_document(messages: Sequence[Mapping[str, str]], document: str) -> list[Mapping[str, str]]:
+def _masked(value: Any, mask: Mask) -> Any:
+    """A JSON value with masked texts, besides single words, by which templates tell kinds apart."""
+    if isinstance(value, str):
+        return value if WORD.fullmatch(value) else mask(value)
+    if isinstance(value, Mapping):
+        return {_masked(key, mask): _masked(each, mask) for key, each in value.items()}
+    return [_masked(each, mask) for each in value] if isinstance(value, list) else value
+
+
+def _with_document(messages: Sequence[Message], document: str) -> list[Message]:
     """Messages with a document before the user's first one."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
