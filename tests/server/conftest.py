@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.serving import OPTIONS, PLAN, Served, write_endless_model
+from server.serving import OPTIONS, PLAN, SCRIPTED, Served, write_endless_model
 
 import kvsift
 
@@ -21,6 +21,14 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     """Its server."""
     names = "--served-model-name", "tiny", "--served-model-name", "gpt-4o-mini"
     served = Served(tmp_path_factory.mktemp("server"), str(model), *OPTIONS, "--allow-plan", "quest:budget=128", *names)
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that calls tools, without a model."""
+    served = Served(tmp_path_factory.mktemp("scripted"), *SCRIPTED)
     yield served
     served.stop()
 

@@ -7,9 +7,12 @@ answer  two tokens; those that were sent before are left out
 wait    accept, and read nothing
 slow    one token of four, and another one whenever it is submitted again
 
-Documents are read at once; one that says die ends it.
+In a chat it calls the first tool, if there are tools, until the last message is the result of one, which it repeats; of
+a message that begins with "say " it says the rest. It writes as Qwen3 does. Documents are read at once; one that says
+die ends it.
 """
 
+import json
 import os
 import sys
 import time
@@ -19,6 +22,33 @@ from kvsift.server import frames
 
 USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density": 1.0, "visible_tokens": 4.0,
          "bytes_read": 8, "bytes_dense": 8, "recovery": None, "guard_events": 0, "no_reuse": ""}  # fmt: skip
+DIALECT = {"has_tools": True, "tools": "hermes", "reasoning": 0, "variables": ["enable_thinking"]}
+
+
+def scripted(messages: list, variables: dict) -> str:
+    """The answer in a chat."""
+    content = messages[-1]["content"]
+    if content.startswith("say "):
+        return content.removeprefix("say ")
+    if messages[-1]["role"] == "tool":
+        return f"The result of {messages[-1]['name']} is {content}."
+    if "tools" not in variables:
+        return f"<think>\nWho is it?\n</think>\n\nHello, {len(messages)}."
+    return f"<think>\nI need it.\n</think>\n\n{call(variables['tools'][0]['function'])}"
+
+
+def call(function: dict) -> str:
+    """A call with Paris for every text, and 7 for other values."""
+    properties = function["parameters"].get("properties", {})
+    arguments = {name: "Paris" if each.get("type") == "string" else 7 for name, each in properties.items()}
+    body = json.dumps({"name": function["name"], "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def pieces(text: str, num_characters: int = 3) -> list:
+    """A text as tokens."""
+    starts = range(0, len(text), num_characters)
+    return [[start, text[start : start + num_characters], None] for start in starts]
 
 
 def main() -> None:
@@ -32,8 +62,9 @@ def main() -> None:
         "positions": 64,
         "plans": settings["plans"],
         "max_seqs": settings["model"].get("max_seqs", 0),
+        "dialect": DIALECT,
     }
-    connection.sendall(frames.pack({"op": "ready", "dialect": {}, **known}))
+    connection.sendall(frames.pack({"op": "ready", **known}))
     while (message := frames.receive(incoming)) is not None:
         if message["op"] == "prefill":
             head = {"op": "document", "document": message["document"], "tokens": 4}
@@ -41,9 +72,28 @@ def main() -> None:
             if message["text"] == "die":
                 os._exit(9)
             connection.sendall(frames.pack({**head, "status": "ready", "num_prefilled": 4}))
+        if message["op"] == "tokenize":
+            data = json.dumps(message["request"]["prompts"] or message["request"]["messages"]).encode()
+            connection.sendall(frames.pack({"op": "converted", "id": message["id"], "tokens": [*data], "pieces": None}))
+        if message["op"] == "detokenize":
+            text = bytes(message["tokens"]).decode()
+            connection.sendall(frames.pack({"op": "converted", "id": message["id"], "text": text}))
         if message["op"] != "submit":
             continue
-        [prompt], key = message["request"]["prompts"], message["id"]
+        key, messages = message["id"], message["request"]["messages"]
+        if messages:
+            accepted = {"op": "accepted", "id": key, "prompt_tokens": [4], "begins_reasoning": False}
+            connection.sendall(frames.pack(accepted))
+            for index in range(message["request"]["num_samples"]):
+                tokens = pieces(scripted(messages, message["request"]["variables"]))
+                is_cut = len(tokens) > (most := message["request"]["max_tokens"] or 1000)
+                for token in tokens[:most]:
+                    new = {"id": key, "index": index, "prefilled": 4, "tokens": [token]}
+                    connection.sendall(frames.pack({"op": "step", "news": [new]}))
+                end = {"id": key, "index": index, "finish": "length" if is_cut else "stop", "usage": USAGE}
+                connection.sendall(frames.pack({"op": "step", "news": [end]}))
+            continue
+        [prompt] = message["request"]["prompts"]
         if prompt == "hang":
             time.sleep(60)
         if prompt == "die":

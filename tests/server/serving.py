@@ -16,15 +16,24 @@ from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
 PLAN = "quest:budget=96:window=32"
 OPTIONS = "--plan", PLAN, "--threads", "1", "--chunk-size", "64", "--device", "cpu", "--dense-below", "0"
+WORKER = sys.executable, str(Path(__file__).parent / "fake_worker.py")
+SCRIPTED = (
+    "from kvsift.server import run, settings, supervisor;"
+    f"supervisor.WORKER = {WORKER};"
+    "run.serve(settings.ServerSettings(port=0, names=['tiny']))",
+)
 JSON = {"content-type": "application/json; charset=utf-8"}
 
 
 class Served:
-    """``kvsift serve`` on a free port; its log is a file."""
+    """``kvsift serve`` on a free port; its log is a file. With
+    ``SCRIPTED`` as arguments, the engine process has no model (``fake_worker``)."""
 
     def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
         self.log = folder / "server.log"
         command = [sys.executable, "-m", "kvsift", "serve", "--port", "0", *arguments]
+        if arguments == SCRIPTED:
+            command = [sys.executable, "-c", *SCRIPTED]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}

@@ -6,10 +6,16 @@ import pytest
 from pydantic import ValidationError
 
 from kvsift.server.api_errors import ApiError
-from kvsift.server.schemas import ChatRequest, CompletionRequest, parse
+from kvsift.server.schemas import ChatRequest, CompletionRequest, ignored_fields, parse
+from kvsift.server.tool_calls import PLAIN, Dialect
 
 CONTENT = "the content of a message is text"
 HELLO = [{"role": "user", "content": "Hello"}]
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+BAD_CALL = {"id": "a", "function": {"name": "f", "arguments": "{"}}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": '{"x": 1}'}}]}
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -23,7 +29,7 @@ def completion(**fields: object) -> CompletionRequest:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}},
+        {"tools": [], "tool_choice": "none", "functions": [], "response_format": {"type": "text"}, "logit_bias": {}},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "parallel_tool_calls": True, "store": False},
         {
             "tools": None,
@@ -32,13 +38,33 @@ def completion(**fields: object) -> CompletionRequest:
             "seed": None,
             "stream": None,
             "sparsity": None,
-            "metadata": {"a": "b"},
+            "min_tokens": 0,
         },
         {"temperature": 0, "top_p": 1, "max_tokens": 5, "max_completion_tokens": 5, "user": "me"},
     ],
 )
 def test_neutral_values_are_accepted(fields: dict) -> None:
-    assert chat(**fields).samples == 1
+    request = chat(**fields)
+    assert request.samples == 1
+    assert set(ignored_fields(request)) <= {"store", "min_tokens"}
+
+
+def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
+    said = {"role": "assistant", "refusal": None, "annotations": [], "tool_calls": [call]}
+    parts = [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]
+    request = chat(
+        messages=[{"role": "user", "content": parts}, said, {"role": "tool", "content": "4", "tool_call_id": "a"}],
+        metadata={"a": "b"}, priority=3, service_tier="flex", verbosity="low", prompt_cache_retention="24h",
+        stream=True, stream_options={"include_obfuscation": False, "fast": True},
+    )  # fmt: skip
+    ignored = {
+        "messages.refusal", "messages.annotations", "messages.tool_calls.index", "messages.content.cache_control",
+        "metadata", "priority", "service_tier", "verbosity", "prompt_cache_retention", "stream_options.fast",
+    }  # fmt: skip
+    assert set(ignored_fields(request)) == ignored
+    with pytest.raises(ApiError, match="unknown field"):
+        list(ignored_fields(request, is_strict=True))
 
 
 @pytest.mark.parametrize(
@@ -48,10 +74,20 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
         ({"stream": True, "stream_options": {"include_usge": True}}, "include_usge", "did you mean 'include_usage'"),
         ({"sparsity": {"plan": "dense", "budget": 5}}, "budget", "Known: exact, min_recovery, passages, plan"),
         ({"messages": [{**HELLO[0], "rol": 1}]}, "rol", "did you mean 'role'"),
-        ({"tools": [{"type": "function"}]}, "tools", "is not supported by this server; leave it out unless it is []"),
+        ({"min_tokens": 3}, "min_tokens", "did you mean 'max_tokens'"),
+        ({"guided_regex": "a+"}, "guided_regex", "unknown field"),
+        ({"modalities": ["text", "audio"]}, "modalities", "is not supported by this server; leave it out unless it is"),
+        ({"functions": [{"name": "f"}]}, "functions", "is not supported by this server; leave it out unless it is []"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "is missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"tool_choice": "required"}, None, "tool_choice asks for a call, and tools have no such function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, None, "no such function"),
+        ({"chat_template_kwargs": {"tools": 1}}, None, "are a field of their own"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "valid"),
+        ({"messages": [{**CALLED, "role": "user", "content": ""}]}, "messages.0", "are those of an assistant"),
+        ({"messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "messages.0.tool_calls", "arguments of the call of 'f'"),
         ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
-        ({"store": 0}, "store", "is not supported"),
         ({"n": 17, "temperature": 1}, "n", "less than or equal to 16"),
         ({"n": 2}, None, "n=2 greedy answers are the same one"),
         ({"temperature": "hot"}, "temperature", "valid number"),
@@ -62,13 +98,7 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
         ({"stream_options": {}}, None, "need stream=true"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, None, "needs include_usage=true"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.role", "'system', 'developer', 'user' or"),
-        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": "4"}]}, "messages.0.role", "calls no tools"),
-        (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
-            "messages.0.tool_calls",
-            "is not supported",
-        ),
+        ({"messages": [{"role": "robot", "content": "4"}]}, "messages.0.role", "'user', 'assistant' or 'tool'"),
         ({"messages": [{"role": "user"}]}, "messages.0", "only that of an assistant may be null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", CONTENT),
         ({"messages": [{"role": "user", "content": [1] * 1000}]}, "messages.0.content", CONTENT),
@@ -78,7 +108,7 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
 )
 def test_other_fields_are_refused_by_name(fields: dict, param: str | None, text: str) -> None:
     with pytest.raises(ApiError) as refused:
-        chat(**fields)
+        list(ignored_fields(chat(**fields)))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert text in refused.value.message
 
@@ -103,6 +133,33 @@ def test_long_lists_that_are_wrong_have_few_errors(fields: dict) -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": "Hello", **fields})
     assert caught.value.error_count() < 10
+
+
+def test_messages_are_as_chat_templates_read_them() -> None:
+    result = {"role": "tool", "tool_call_id": "a", "content": "4"}
+    request = chat(messages=[*HELLO, {**CALLED, "content": None, "reasoning_content": "hm"}, result], tools=[TOOL])
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert request.plain_messages() == [
+        *HELLO,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm",
+         "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {**result, "name": "f"},
+    ]  # fmt: skip
+    plain = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert request.template_variables(PLAIN) == {"tools": [{"type": "function", "function": plain}]}
+    assert chat(tools=[TOOL], tool_choice="none").template_variables(PLAIN) == {}
+    with pytest.raises(ApiError, match="--tool-parser"):
+        request.template_variables(Dialect(has_tools=True))
+
+
+def test_effort_is_given_to_templates_that_read_it() -> None:
+    both = Dialect(variables=["reasoning_effort", "enable_thinking"])
+    assert chat(reasoning_effort="low").template_variables(PLAIN) == {}
+    assert chat(reasoning_effort="none").template_variables(both) == {
+        "reasoning_effort": "none", "enable_thinking": False,
+    }  # fmt: skip
+    given = chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert given.template_variables(Dialect(variables=["enable_thinking"])) == {"enable_thinking": True}
 
 
 def test_objects_of_very_many_fields_are_refused() -> None:

@@ -152,10 +152,12 @@ def _openapi_document(app: FastAPI) -> dict[str, Any]:
 
 
 async def _refused(request: Request, error: ApiError) -> Response:
-    response = error.response()
-    if request.url.path.startswith("/v1/messages"):  # Anthropic's clients look for a type
-        return JSONResponse({"type": "error", **error.as_dict()}, error.status, response.headers)
-    return response
+    is_anthropic = request.url.path.startswith("/v1/messages")  # whose clients look for a type
+    return (
+        JSONResponse({"type": "error", **error.as_dict()}, error.status, error.headers)
+        if is_anthropic
+        else error.response()
+    )
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

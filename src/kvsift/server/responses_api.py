@@ -329,12 +329,12 @@ class ResponsesForm:
             more["name"] = self._open.name
         return self._item_event(f"response.{KINDS[kind][1]}.{end}", **fields, **more)
 
-    def _item_event(self, name: str, **fields: Any) -> bytes:
-        return self._event(name, item_id=self._id, output_index=len(self._items), **fields)
+    def _item_event(self, kind: str, /, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._id, output_index=len(self._items), **fields)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
         self._sequence += 1
-        return event({"type": name, "sequence_number": self._sequence, **fields}, name)
+        return event({"type": kind, "sequence_number": self._sequence, **fields}, kind)
 
     def _ended(self, job: ServerJob) -> dict[str, Any]:
         """The whole response, which is kept, if that is not declined."""

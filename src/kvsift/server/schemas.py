@@ -487,7 +487,7 @@ def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Itera
         return
     for name, given in (value.model_extra or {}).items():
         is_misspelled = get_close_matches(name, type(value).model_fields, 1, MISSPELLED)
-        if (given is not None and (is_strict or is_misspelled)) or (given and name in NOT_HERE):
+        if given if name in NOT_HERE and not is_strict else given is not None and (is_strict or is_misspelled):
             text = str(unknown("field", name[:80], type(value).model_fields))
             raise ApiError(400, text, "unknown_parameter", name[:80])
         yield f"{path}{name[:80]}"

@@ -232,7 +232,7 @@ class AnswerParser:
         before, found = self._search(regex.compile(REASONING[self._dialect.reasoning][1]), is_end)
         yield from self._text("reasoning", before)
         if found is not None:
-            self._state = "content"
+            self._state, self._kind, self._space = "content", "reasoning", ""
 
     def _read_calls(self, is_end: bool) -> Iterator[Part]:
         assert self._tools is not None
