@@ -14,7 +14,7 @@ from server.faulty_worker import PLACES, seed_of
 from server.serving import PLAN
 
 import kvsift
-from kvsift.server import answers, app, streams
+from kvsift.server import answer_routes, answers, streams
 from kvsift.server.answers import AnswerForm
 from kvsift.server.app import application
 from kvsift.server.jobs import ServerJob
@@ -28,7 +28,7 @@ BY_JOB: Callable[..., int] = lambda job, *_: job.request.sampling["seed"]  # noq
 BY_FORM: Callable[..., int] = lambda form, *_: form._request.seed  # noqa: E731
 # by place: what fails there, for the request with which seed, and whether it is streamed
 SERVER_PLACES: dict[str, tuple[Any, str, Callable[..., int], bool]] = {
-    "the message to the engine": (app, "_answer_request", lambda body, *_: body.seed, False),
+    "the message to the engine": (answer_routes, "_answer_request", lambda body, *_: body.seed, False),
     "the request is accepted": (ServerJob, "accept", BY_JOB, False),
     "news of a whole answer": (ServerJob, "add", BY_JOB, False),
     "news of a stream": (ServerJob, "add", BY_JOB, True),

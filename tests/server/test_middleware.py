@@ -37,7 +37,7 @@ def test_browsers_elsewhere_are_let_in_by_name() -> None:
     assert opened.status_code == 200
     assert opened.headers["access-control-allow-origin"] == "https://app.example"
     assert opened.headers["access-control-allow-headers"] == wanted
-    assert used.headers["access-control-expose-headers"] == "retry-after, x-request-id"
+    assert used.headers["access-control-expose-headers"] == "retry-after, x-request-id, x-kvsift-ignored"
     assert refused.status_code == 400
     assert "access-control-allow-origin" not in refused.headers
     assert other.status_code == 401

@@ -141,7 +141,7 @@ def test_messages_are_as_chat_templates_read_them() -> None:
     function = {"name": "f", "arguments": {"x": 1}}
     assert request.plain_messages() == [
         *HELLO,
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm",
+        {"role": "assistant", "content": "", "reasoning_content": "hm",
          "tool_calls": [{"id": "a", "type": "function", "function": function}]},
         {**result, "name": "f"},
     ]  # fmt: skip

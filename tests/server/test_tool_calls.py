@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from kvsift.server.tool_calls import FORMATS, PLAIN, AnswerParser, Block, Dialect, blocks
+from kvsift.server.tool_calls import FORMATS, PLAIN, AnswerBlock, AnswerParser, Dialect, blocks
 
 ARGUMENTS = '{"a": "}\\"", "b": [1, {}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
 THINK, CHANNELS = Dialect(reasoning=0), Dialect(reasoning=3)
-F, G = Block("call", ARGUMENTS, "f"), Block("call", "{}", "g")
+F, G = AnswerBlock("call", ARGUMENTS, "f"), AnswerBlock("call", "{}", "g")
 
 
-def parsed(text: str, tools: str | None, dialect: Dialect = PLAIN, **options: object) -> list[Block]:
+def parsed(text: str, tools: str | None, dialect: Dialect = PLAIN, **options: object) -> list[AnswerBlock]:
     """The blocks of an answer, which are the same whatever its pieces are."""
-    found = list[list[Block]]()
+    found = list[list[AnswerBlock]]()
     for num_characters in (1, 3, 7, 1000):
         parser = AnswerParser(dialect, tools, ("f", "g"), **options)  # type: ignore[arg-type]
         starts = range(0, len(text), num_characters)
@@ -28,8 +28,8 @@ def parsed(text: str, tools: str | None, dialect: Dialect = PLAIN, **options: ob
     return found[0]
 
 
-def said(text: str) -> Block:
-    return Block("content", text)
+def said(text: str) -> AnswerBlock:
+    return AnswerBlock("content", text)
 
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
@@ -58,7 +58,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
         ("deepseek", DEEPSEEK.format(f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"), [F]),
     ],
 )  # fmt: skip
-def test_calls_are_found_in_every_format(tools: str, text: str, expected: list[Block]) -> None:
+def test_calls_are_found_in_every_format(tools: str, text: str, expected: list[AnswerBlock]) -> None:
     assert parsed(text, tools) == expected
 
 
@@ -68,7 +68,7 @@ def test_calls_are_found_in_every_format(tools: str, text: str, expected: list[B
         (
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
             f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
-            [Block("reasoning", "Hm."), F],
+            [AnswerBlock("reasoning", "Hm."), F],
         ),
         (f"to=functions.f<|channel|>commentary json<|message|>{ARGUMENTS}", [F]),
         (
@@ -76,12 +76,12 @@ def test_calls_are_found_in_every_format(tools: str, text: str, expected: list[B
             "<|message|>{}<|call|>",
             [said("I will."), G],
         ),
-        (f"<|channel|>analysis<|message|>Hm.<|end|>{FINAL}Yes to=functions.", [Block("reasoning", "Hm."),
+        (f"<|channel|>analysis<|message|>Hm.<|end|>{FINAL}Yes to=functions.", [AnswerBlock("reasoning", "Hm."),
                                                                              said("Yes to=functions.")]),
         ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", [said("{}")]),
     ],
 )  # fmt: skip
-def test_channels_of_gpt_oss(text: str, expected: list[Block]) -> None:
+def test_channels_of_gpt_oss(text: str, expected: list[AnswerBlock]) -> None:
     assert parsed(text, "gpt-oss", CHANNELS) == expected
 
 
@@ -112,13 +112,13 @@ def test_other_text_stays_as_it_is(tools: str | None, text: str) -> None:
     ],
 )
 def test_calls_in_unusual_json(body: str, arguments: str) -> None:
-    found = [Block("call", arguments, "f")]
+    found = [AnswerBlock("call", arguments, "f")]
     assert parsed(f"<tool_call>{body}</tool_call>", "hermes") == found
     assert parsed(body, "json") == found
 
 
 def test_an_answer_that_is_cut_has_the_arguments_so_far() -> None:
-    assert parsed(HERMES[:46], "hermes") == [Block("call", ARGUMENTS[: 46 - HERMES.index(ARGUMENTS)], "f")]
+    assert parsed(HERMES[:46], "hermes") == [AnswerBlock("call", ARGUMENTS[: 46 - HERMES.index(ARGUMENTS)], "f")]
 
 
 def test_further_calls_are_dropped_if_they_must_not_be_parallel() -> None:
@@ -129,20 +129,20 @@ def test_further_calls_are_dropped_if_they_must_not_be_parallel() -> None:
 @pytest.mark.parametrize(
     ("text", "expected", "begins"),
     [
-        ("<think>\nHm.\n</think>\n\nYes. \n", [Block("reasoning", "Hm."), said("Yes. \n")], False),
-        ("Hm.\n</think>\n\nYes.", [Block("reasoning", "Hm."), said("Yes.")], True),
+        ("<think>\nHm.\n</think>\n\nYes. \n", [AnswerBlock("reasoning", "Hm."), said("Yes. \n")], False),
+        ("Hm.\n</think>\n\nYes.", [AnswerBlock("reasoning", "Hm."), said("Yes.")], True),
         ("<think>\n\n</think>\n\nYes.", [said("Yes.")], False),
-        ("<think>\nHm.", [Block("reasoning", "Hm.")], False),
+        ("<think>\nHm.", [AnswerBlock("reasoning", "Hm.")], False),
         ("Yes <th", [said("Yes <th")], False),
     ],
 )
-def test_reasoning_is_split_off(text: str, expected: list[Block], begins: bool) -> None:
+def test_reasoning_is_split_off(text: str, expected: list[AnswerBlock], begins: bool) -> None:
     assert parsed(text, None, THINK, begins_reasoning=begins) == expected
 
 
 def test_calls_follow_reasoning() -> None:
     assert parsed(f"<think>\nHm. {HERMES}</think>\n{HERMES}", "hermes", THINK) == [
-        Block("reasoning", f"Hm. {HERMES}"), F,
+        AnswerBlock("reasoning", f"Hm. {HERMES}"), F,
     ]  # fmt: skip
 
 

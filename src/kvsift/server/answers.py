@@ -13,7 +13,7 @@ from kvsift import __version__
 from kvsift.server.jobs import Piece, ServerJob
 from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
-from kvsift.server.tool_calls import PLAIN, AnswerParser, Dialect, Part, blocks, call_id
+from kvsift.server.tool_calls import PLAIN, AnswerParser, AnswerPart, Dialect, blocks, call_id
 
 DONE = b"data: [DONE]\n\n"
 
@@ -84,7 +84,7 @@ class AnswerForm:
         num_calls = parser.num_calls
         parts = parser.feed(piece.text, piece.finish is not None)
         if not parts and (piece.logprobs or first):
-            parts = [Part("content", "")]
+            parts = [AnswerPart("content", "")]
         for number, part in enumerate(parts):
             num_calls += part.kind == "call"
             role = {"role": "assistant"} if first and not number else {}
@@ -129,7 +129,7 @@ def _call(key: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _delta(part: Part, number: int) -> dict[str, Any]:
+def _delta(part: AnswerPart, number: int) -> dict[str, Any]:
     """A part of a chat; calls have numbers."""
     if part.kind == "call":
         return {"tool_calls": [{"index": number, **_call(call_id(), part.text, "")}]}

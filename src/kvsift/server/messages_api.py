@@ -22,7 +22,7 @@ from kvsift.server.schemas import (
     neutral,
     validated,
 )
-from kvsift.server.tool_calls import AnswerParser, Dialect, Part, blocks, call_id
+from kvsift.server.tool_calls import AnswerParser, AnswerPart, Dialect, blocks, call_id
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SAME = "model", "max_tokens", "stream", "temperature", "top_p", "sparsity", "document"  # as fields of a chat
@@ -54,7 +54,7 @@ class MessageBlock(Body):
 Content = str | Annotated[list[MessageBlock], FIRST_ERROR]
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     """A message of a chat."""
 
     role: Literal["user", "assistant"]
@@ -114,7 +114,7 @@ class MessagesRequest(Body):
     """Body of POST /v1/messages, and of /v1/messages/count_tokens."""
 
     model: str | None = Field(None, max_length=400)
-    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=256)
+    messages: Annotated[list[AnthropicMessage], FIRST_ERROR] = Field(min_length=1, max_length=256)
     system: Content | None = None
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     stream: bool | None = None
@@ -197,7 +197,7 @@ class MessagesForm:
         for piece in job.take():
             for part in self._parser.feed(piece.text, piece.finish is not None):
                 events += self._part(part)
-            self._finish = finish_of(piece, self._parser)
+            self._finish = finish_of(piece, self._parser) or self._finish
         return b"".join(event(each, each["type"]) for each in events)
 
     def last(self, job: ServerJob) -> bytes:
@@ -213,7 +213,7 @@ class MessagesForm:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": None, "usage": numbers}
 
-    def _part(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _part(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         if part.kind == "call" or part.kind != self._open:
             yield from self._closed()
             self._index += 1

@@ -172,7 +172,7 @@ class FunctionCall(ResponseBody):
     arguments: Annotated[str, Field(description="JSON, as far as the model wrote it.")]
 
 
-class ToolCall(ResponseBody):
+class AnswerToolCall(ResponseBody):
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -183,7 +183,7 @@ class AssistantMessage(ResponseBody):
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
+    tool_calls: NotRequired[list[AnswerToolCall]]
 
 
 class ChatChoice(AnswerChoice):

@@ -25,7 +25,7 @@ from kvsift.server.schemas import (
     neutral,
     validated,
 )
-from kvsift.server.tool_calls import AnswerParser, Block, Dialect, blocks, call_id
+from kvsift.server.tool_calls import AnswerBlock, AnswerParser, Dialect, blocks, call_id
 
 MOST_KEPT, MOST_CHARACTERS = 1000, 64 << 20  # of responses, the oldest of which are forgotten
 SAME = (  # as fields of a chat
@@ -143,8 +143,10 @@ class ResponsesRequest(Body):
             for tool in self.tools or ()
         ]
         choice = self.tool_choice
-        named = isinstance(choice, ResponseToolChoice)
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        if isinstance(choice, ResponseToolChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            fields["tool_choice"] = choice
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None and self.text.format.type != "text":
@@ -228,7 +230,7 @@ class ResponsesForm:
         self._chat, self._dialect, self._request, self._salt, self._kept = chat, dialect, request, salt, kept
         self._parser: AnswerParser | None = None
         self._items: list[dict[str, Any]] = []
-        self._open: Block | None = None  # the next item, until it ends
+        self._open: AnswerBlock | None = None  # the next item, until it ends
         self._id = ""  # of that item
         self._call_id = ""
         self._finish, self._sequence = "stop", -1
@@ -265,7 +267,7 @@ class ResponsesForm:
                 [(kind, text, name)] = blocks([part])
                 kind = "call" if part.kind == "arguments" else kind
                 if self._open is None or name or self._open.kind != kind:
-                    data += self._close() + self._begin(Block(kind, "", name))
+                    data += self._close() + self._begin(AnswerBlock(kind, "", name))
                 assert self._open is not None
                 if text:
                     self._open = self._open._replace(text=self._open.text + text)
@@ -283,7 +285,7 @@ class ResponsesForm:
         response = self._ended(job)
         return data + self._event(f"response.{response['status']}", response=response)
 
-    def _begin(self, block: Block) -> bytes:
+    def _begin(self, block: AnswerBlock) -> bytes:
         self._open, self._id, self._call_id = block, f"{KINDS[block.kind][0]}_{uuid4().hex}", f"call_{call_id()}"
         data = self._event("response.output_item.added", output_index=len(self._items), item=self._item("in_progress"))
         if block.kind == "call":
@@ -316,13 +318,13 @@ class ResponsesForm:
 
     def _part(self) -> dict[str, Any]:
         assert self._open is not None
-        more = {"annotations": [], "logprobs": []} if self._open.kind == "content" else {}
+        more: dict[str, Any] = {"annotations": [], "logprobs": []} if self._open.kind == "content" else {}
         return {"type": KINDS[self._open.kind][1], "text": self._open.text, **more}
 
     def _text_event(self, end: str, **fields: Any) -> bytes:
         assert self._open is not None
         kind = self._open.kind
-        more = {} if kind == "call" else {"content_index": 0}
+        more: dict[str, Any] = {} if kind == "call" else {"content_index": 0}
         if kind == "content":
             more["logprobs"] = []
         if kind == "call" and end == "done":

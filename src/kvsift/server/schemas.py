@@ -267,8 +267,6 @@ class ChatMessage(Body):
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.reasoning_content and self.role == "assistant":
             message["reasoning_content"] = self.reasoning_content
-            if not text:
-                message["thinking"] = self.reasoning_content  # in the template of gpt-oss
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function",
@@ -386,9 +384,12 @@ class ChatRequest(TextRequest):
         Raises:
             ApiError: for tools, if the model calls them in a format that is not known.
         """
-        variables = dict(self.chat_template_kwargs or {})
+        variables: dict[str, Any] = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
-            efforts = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+            efforts: dict[str, Any] = {
+                "reasoning_effort": self.reasoning_effort,
+                "enable_thinking": self.reasoning_effort != "none",
+            }
             variables = {name: value for name, value in efforts.items() if name in dialect.variables} | variables
         if self.used_tools:
             if dialect.has_tools and dialect.tools is None:
@@ -422,7 +423,9 @@ class TokenizeRequest(Body):
         """Return the text, or the chat, whose tokens are asked for."""
         if self.messages is None:
             return self.prompt or ""
-        return ChatRequest(messages=self.messages, tools=self.tools, chat_template_kwargs=self.chat_template_kwargs)
+        return ChatRequest.model_validate(
+            {name: getattr(self, name) for name in ("messages", "tools", "chat_template_kwargs")}
+        )
 
 
 class DetokenizeRequest(Body):

@@ -115,14 +115,14 @@ class Dialect:
 PLAIN = Dialect()
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """Something new in an answer; the text of a call is its name."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
 
 
-class Block(NamedTuple):
+class AnswerBlock(NamedTuple):
     """A part of a whole answer; of a call ``text`` is the arguments."""
 
     kind: Literal["reasoning", "content", "call"]
@@ -130,16 +130,16 @@ class Block(NamedTuple):
     name: str = ""
 
 
-def blocks(parts: Iterable[Part]) -> list[Block]:
+def blocks(parts: Iterable[AnswerPart]) -> list[AnswerBlock]:
     """Return the parts of an answer, those that belong together as one."""
-    found = list[Block]()
+    found = list[AnswerBlock]()
     for kind, text in parts:
         if kind == "call":
-            found.append(Block(kind, "", text))
+            found.append(AnswerBlock(kind, "", text))
         elif found and found[-1].kind == ("call" if kind == "arguments" else kind):
             found[-1] = found[-1]._replace(text=found[-1].text + text)
         else:
-            found.append(Block("content" if kind == "arguments" else kind, text))
+            found.append(AnswerBlock("content" if kind == "arguments" else kind, text))
     return found
 
 
@@ -183,33 +183,33 @@ class AnswerParser:
         self._dialect, self._tools, self._names, self._most_calls = dialect, tools, names, most_calls
         self._state = "reasoning" if begins_reasoning else "content"
         self._rest = ""  # what was not understood yet
-        self._opened: list[str] | None = None  # what began calls, and what followed until the first one
+        self._opened: tuple[str, str] | None = None  # what began calls, and what followed until the first one
         self._kind, self._space, self._is_first = "", "", True  # of the last text, and white space after it
         self._value = JsonValue()
         self.num_calls = 0
 
-    def feed(self, text: str, is_end: bool) -> list[Part]:
+    def feed(self, text: str, is_end: bool) -> list[AnswerPart]:
         """Return what is certain after more text."""
         self._rest += text
-        parts = list[Part]()
+        parts = list[AnswerPart]()
         while self._rest or is_end:
             before = self._state, len(self._rest)
             parts += getattr(self, f"_read_{self._state}")(is_end)
             if before == (self._state, len(self._rest)):
                 break
         if is_end and self._kind == "content" and not self.num_calls and self._space:
-            parts.append(Part("content", self._space))
+            parts.append(AnswerPart("content", self._space))
         return parts
 
     def _search(self, pattern: regex.Pattern[str] | None, is_end: bool) -> tuple[str, Any]:
         """Return the text before a match, which is removed with it, and the match, if it is one already."""
         found = None if pattern is None else pattern.search(self._rest, partial=not is_end)
         start = len(self._rest) if found is None else found.start()
-        is_whole = found is not None and not found.partial
-        before, self._rest = self._rest[:start], self._rest[found.end() if is_whole else start :]
-        return before, found if is_whole else None
+        whole = None if found is None or found.partial else found
+        before, self._rest = self._rest[:start], self._rest[start if whole is None else whole.end() :]
+        return before, whole
 
-    def _text(self, kind: Literal["reasoning", "content"], text: str) -> Iterator[Part]:
+    def _text(self, kind: Literal["reasoning", "content"], text: str) -> Iterator[AnswerPart]:
         """Text, without the white space around calls and reasoning."""
         text = (self._space if kind == self._kind else "") + text
         if kind != self._kind and (kind == "reasoning" or self._kind):
@@ -217,29 +217,29 @@ class AnswerParser:
         kept = len(text.rstrip()) if kind == "reasoning" or self._tools else len(text)
         if text[:kept]:
             self._kind, self._is_first = kind, self._is_first and kind == "reasoning"
-            yield Part(kind, text[:kept])
+            yield AnswerPart(kind, text[:kept])
         self._space = text[kept:] if kind == self._kind else ""
 
-    def _read_content(self, is_end: bool) -> Iterator[Part]:
+    def _read_content(self, is_end: bool) -> Iterator[AnswerPart]:
         before, found = self._search(_between(self._tools, self._dialect.reasoning, self._is_first), is_end)
         yield from self._text("content", before)
         if found is not None and found.lastgroup != "noise":
             self._state = "reasoning" if found.lastgroup == "reasoning" else "calls"
-            self._opened, self._is_bare = [found[0], ""], found.lastgroup == "bare"
+            self._opened, self._is_bare = (found[0], ""), found.lastgroup == "bare"
 
-    def _read_reasoning(self, is_end: bool) -> Iterator[Part]:
+    def _read_reasoning(self, is_end: bool) -> Iterator[AnswerPart]:
         assert self._dialect.reasoning is not None
         before, found = self._search(regex.compile(REASONING[self._dialect.reasoning][1]), is_end)
         yield from self._text("reasoning", before)
         if found is not None:
             self._state, self._kind, self._space = "content", "reasoning", ""
 
-    def _read_calls(self, is_end: bool) -> Iterator[Part]:
+    def _read_calls(self, is_end: bool) -> Iterator[AnswerPart]:
         assert self._tools is not None
-        form, opened = FORMATS[self._tools], self._opened
+        form = FORMATS[self._tools]
         before, found = self._search(regex.compile(f"(?P<header>{form.header})|(?P<end>{form.end})"), is_end)
-        if opened is not None:
-            opened[1] += before
+        opened = None if self._opened is None else (self._opened[0], self._opened[1] + before)
+        self._opened = opened
         name = None if found is None else found["name"]
         if name is not None and (opened is None or not self._is_bare or name in self._names):
             yield from self._call(name.strip())
@@ -248,7 +248,7 @@ class AnswerParser:
             if opened is not None:
                 yield from self._other(*opened, "" if found is None else found[0])
 
-    def _call(self, name: str) -> Iterator[Part]:
+    def _call(self, name: str) -> Iterator[AnswerPart]:
         self._opened = None
         if self.num_calls == self._most_calls:
             self._state = "surplus"
@@ -256,9 +256,9 @@ class AnswerParser:
         self._state, self._value = "arguments", JsonValue()
         self._kind, self._space, self._is_first = "call", "", False
         self.num_calls += 1
-        yield Part("call", name)
+        yield AnswerPart("call", name)
 
-    def _other(self, begin: str, written: str, end: str) -> Iterator[Part]:
+    def _other(self, begin: str, written: str, end: str) -> Iterator[AnswerPart]:
         """Calls that are JSON in another order, or without arguments; else text."""
         try:
             value, _ = json.JSONDecoder().raw_decode(written.lstrip())
@@ -269,23 +269,23 @@ class AnswerParser:
             for call in calls:
                 yield from self._call(call["name"])
                 if self._state == "arguments":
-                    yield Part("arguments", json.dumps(call.get("arguments", call.get("parameters", {}))))
+                    yield AnswerPart("arguments", json.dumps(call.get("arguments", call.get("parameters", {}))))
             self._state = "calls" if self._state == "arguments" and self._is_bare else "content"
         else:
             self._is_first = False
             yield from self._text("content", begin + written + end)
 
-    def _read_arguments(self, is_end: bool) -> Iterator[Part]:
+    def _read_arguments(self, is_end: bool) -> Iterator[AnswerPart]:
         if not self._value.has_begun:
             self._rest = self._rest.lstrip()
         count = self._value.extend(self._rest)
         new, self._rest = self._rest[:count], self._rest[count:]
         if text := self._value.text(new, is_end):
-            yield Part("arguments", text)
+            yield AnswerPart("arguments", text)
         if self._value.is_ended or is_end:
             self._state = "calls"
 
-    def _read_surplus(self, is_end: bool) -> Iterator[Part]:
+    def _read_surplus(self, is_end: bool) -> Iterator[AnswerPart]:
         self._rest = ""
         yield from ()
 

@@ -219,7 +219,7 @@ class Worker:
             return [self._encode_prompt(prompt, special) for prompt in request.prompts]
         text, growing = self._document(request)
         self._llm.check_text("\n".join([text, json.dumps([request.messages, request.variables], ensure_ascii=False)]))
-        return [self._form.encode_messages(request.messages, text, growing, **request.variables)]
+        return [self._form.encode_messages(request.messages, text, growing, request.variables)]
 
     def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:
         """Text before the messages of a chat, and what encodes prompts about it."""
@@ -252,7 +252,7 @@ class Worker:
         offsets = None
         if options.passages:
             text, _ = self._document(request)
-            offsets = self._form.message_offsets(request.messages, text, **request.variables)
+            offsets = self._form.message_offsets(request.messages, text, request.variables)
         stops = options.stops
         if is_chat and self._form.stop and not request.ignore_eos:  # it ends an answer as an eos token does
             stops += (self._form.stop,)

@@ -27,7 +27,7 @@ RESERVED = {"messages", "documents", "bos_token", "eos_token", "add_generation_p
 class CallForm(NamedTuple):
     """How a template reads messages with calls of tools."""
 
-    empty: str | None
+    empty: str | None  # content; transformers leaves out None
     is_text: bool  # of arguments
 
 
@@ -42,7 +42,9 @@ class ChatTemplate:
         self._in_parts = lru_cache(MOST_KNOWN)(self._find_parts)
         self._call_form = lru_cache(MOST_KNOWN)(self._find_call_form)
 
-    def render(self, messages: Sequence[Message], continues: bool = False, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Message], continues: bool = False, variables: Mapping[str, Any] | None = None
+    ) -> str:
         """Return the prompt of messages, which the model answers, or of which it ``continues`` the last one.
 
         Args:
@@ -54,7 +56,7 @@ class ChatTemplate:
             InputError: if the template refuses them, or leaves out the content of some, or has no such variables.
         """
         template, roles = str(self._tokenizer.chat_template), tuple(message["role"] for message in messages)
-        self._check_variables(template, variables)
+        self._check_variables(template, variables or {})
         calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
         in_parts = None if calls or "tool" in roles else self._in_parts(template, roles)
         if calls:
@@ -86,19 +88,19 @@ class ChatTemplate:
         Raises:
             InputError: if none does.
         """
-        function = {"name": f"{MARKER}name", "arguments": {"x": f"{MARKER}x"}}
-        calls = [{"id": "kvsiftid1", "type": "function", "function": function}]
+        name, value = f"{MARKER}name", f"{MARKER}value"
+        calls = [{"id": "kvsiftid1", "type": "function", "function": {"name": name, "arguments": {"x": value}}}]
         messages: list[Message] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "tool", "content": "!", "name": f"{MARKER}name", "tool_call_id": "kvsiftid1"},
+            {"role": "tool", "content": "!", "name": name, "tool_call_id": "kvsiftid1"},
         ]
         for form in CALL_FORMS:
             try:
                 text = self._rendered(_with_calls(messages, form), ())
             except Exception:
                 continue
-            if all(each in text for each in function["arguments"].values()) and function["name"] in text:
+            if name in text and value in text:
                 return form
         raise _no_tools("the calls of tools in messages of the assistant")
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvsift.errors import EmptyText, InvalidText, InvalidValue, MissingInput, UnsupportedPrompt
@@ -26,6 +27,7 @@ from kvsift.tokenization.text_offsets import TextOffsets, require_spans
 
 STOP = "\n"
 WORD = re.compile(r"[\w.-]*")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 Turn = tuple[str, str]  # a question and its answer
 
 
@@ -121,8 +123,9 @@ class PromptFormat:
         return TextOffsets([(first - begin + lead, last - begin + lead) for first, last in spans], len(context))
 
     def encode_messages(
-        self, messages: Sequence[Message], document: str = "", growing: GrowingText | None = None, **variables: Any
-    ) -> list[int]:
+        self, messages: Sequence[Message], document: str = "", growing: GrowingText | None = None,
+        variables: Mapping[str, Any] = NOTHING,
+    ) -> list[int]:  # fmt: skip
         """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
         kvsift's own format, in which system messages, and what stands before the last blank line of the first
         question, are of the document too. ``growing`` is of the prompts that begin like this one, ``variables`` are
@@ -134,10 +137,12 @@ class PromptFormat:
         """
         for message in messages:
             require_text(message["content"], "message")
-        require_text(json.dumps([messages, variables], ensure_ascii=False), "request")
+        require_text(json.dumps([messages, dict(variables)], ensure_ascii=False), "request")
         return self._tokens(lambda mask: self._text_of_messages(messages, document, mask, variables), growing)
 
-    def message_offsets(self, messages: Sequence[Message], document: str, **variables: Any) -> TextOffsets:
+    def message_offsets(
+        self, messages: Sequence[Message], document: str, variables: Mapping[str, Any] = NOTHING
+    ) -> TextOffsets:
         """Return where the tokens of ``encode_messages`` stand in the document; errors as of ``offsets``."""
         return self._offsets(document, lambda text, mask: self._text_of_messages(messages, text, mask, variables))
 
@@ -151,7 +156,7 @@ class PromptFormat:
         context = mask(context)
         if self.tokenizer.chat_template:
             with_document = _with_document(messages, context) if context else messages
-            return self._chat.render(with_document, **_masked(variables, mask))
+            return self._chat.render(with_document, variables=_masked(variables, mask))
         if variables or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
             raise UnsupportedPrompt(
                 "this model has no chat template, which would write tools, their calls and results, and other "
