@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 from pydantic import TypeAdapter
 from server.serving import Served
 
+import kvsift
+from kvsift.server.app import build
 from kvsift.server.responses import ChatCompletion, MessageBody, ResponseObject
+from kvsift.server.settings import ServerSettings
 
 ASKED = [{"role": "user", "content": "What is the weather?"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -63,9 +67,9 @@ def test_a_tool_is_called_and_its_result_answered(official: openai.OpenAI, clien
     post(client, "/v1/chat/completions", body, ChatCompletion)
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     messages = [*ASKED, choice.message.model_dump(exclude_unset=True), result]
-    answer = official.chat.completions.with_raw_response.create(**{**body, "messages": messages})
+    answer = official.chat.completions.with_raw_response.create(**{**body, "messages": messages}, metadata={"a": "b"})
     assert answer.parse().choices[0].message.content == "The result of weather is rain."
-    assert answer.headers["x-kvsift-ignored"] == "messages.refusal"
+    assert answer.headers["x-kvsift-ignored"] == "metadata"
 
 
 def test_streamed_calls_are_those_of_the_whole_answer(official: openai.OpenAI) -> None:
@@ -199,6 +203,38 @@ def test_texts_and_tokens(client: httpx.Client) -> None:
     assert post(client, "/tokenize", {"messages": ASKED, "tools": [TOOL]})["count"] > 20
     for body in ({}, {"prompt": "a", "messages": ASKED}):
         assert "either a prompt or messages" in client.post("/tokenize", json=body).json()["error"]["message"]
+
+
+def test_tokens_are_those_of_the_model(server: Served, alone: kvsift.LLM) -> None:
+    with server.client() as client:
+        found = post(client, "/tokenize", {"prompt": "Hällo", "return_token_strs": True})
+        assert found["tokens"] == alone.encode("Hällo")
+        assert found["token_strs"] == alone.tokenizer.convert_ids_to_tokens(found["tokens"])
+        bare = post(client, "/tokenize", {"prompt": "Hällo", "add_special_tokens": False})
+        assert found["tokens"][1:] == bare["tokens"]
+        assert post(client, "/detokenize", {"tokens": bare["tokens"]}) == {"prompt": "Hällo"}
+        answer = post(client, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 1})
+        assert post(client, "/tokenize", {"messages": ASKED})["count"] == answer["usage"]["prompt_tokens"]
+        assert post(client, "/v1/messages/count_tokens", {"messages": ASKED})["input_tokens"] > 20
+        for path, body, text in [
+            ("/detokenize", {"tokens": [10**6]}, "the prompt has token 1000000"),
+            ("/tokenize", {"prompt": "a", "model": "gpt-5"}, "is not served here"),
+            ("/v1/chat/completions", {"messages": ASKED, "tools": [TOOL]}, "does not write tools"),
+            ("/v1/chat/completions", {"messages": ASKED, "chat_template_kwargs": {"messages": 1}}, "'messages'"),
+        ]:
+            assert text in client.post(path, json=body).json()["error"]["message"]
+
+
+def test_unknown_fields_are_refused_by_a_strict_server() -> None:
+    async def ask(is_strict: bool) -> httpx.Response:
+        app, supervisor = build(ServerSettings(is_strict=is_strict))
+        supervisor.names, supervisor.check_open = ["tiny"], lambda: None  # type: ignore[method-assign]
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/chat/completions", json={"messages": ASKED, "model": "a", "priority": 1})
+
+    assert asyncio.run(ask(True)).json()["error"]["param"] == "priority"
+    assert asyncio.run(ask(False)).json()["error"]["code"] == "model_not_found"
 
 
 def test_other_routes_are_refused_in_a_sentence(official: openai.OpenAI) -> None:

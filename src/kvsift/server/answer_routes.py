@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI
@@ -54,6 +55,7 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 IGNORED = "x-kvsift-ignored"  # names of fields of the request
 MOST_NAMES = 32  # in that header, and lines about them in the log
+MOST_UNKNOWN = 1000  # fields of a request: to look for known ones like them takes time
 EVENTS = (
     "With stream=true, server-sent events in the form of the route: chunks, the usage last if stream_options asks for "
     "it, then [DONE], or typed events. An answer that fails ends with an event that has an Error instead. Lines that "
@@ -80,7 +82,10 @@ def add_answer_routes(app: FastAPI, supervisor: Supervisor, is_strict: bool) -> 
     async def read(schema: type[Schema], request: Request) -> Schema:
         supervisor.check_open()  # before a body of megabytes is read
         given = parse(schema, await json_of(request))
-        names = [*dict.fromkeys(ignored_fields(given, is_strict))][:MOST_NAMES]
+        unknown = [*islice(ignored_fields(given, is_strict), MOST_UNKNOWN)]
+        if len(unknown) == MOST_UNKNOWN:
+            raise ApiError(400, f"the body has {MOST_UNKNOWN} or more unknown fields.", "unknown_parameter")
+        names = [*dict.fromkeys(unknown)][:MOST_NAMES]
         request.state.ignored = ", ".join(json.dumps(name)[1:-1] for name in names)
         for name in names:
             if name not in logged and len(logged) < MOST_NAMES:

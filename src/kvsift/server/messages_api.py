@@ -229,7 +229,7 @@ class MessagesForm:
 
 
 def _tool_use(name: str) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{call_id()}", "name": name, "input": {}}
+    return {"type": "tool_use", "id": call_id(), "name": name, "input": {}}
 
 
 def _arguments(text: str) -> dict[str, Any]:

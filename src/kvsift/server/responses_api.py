@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from pydantic import Field
 
-from kvsift.server.answers import event, finish_of, parser_of, usage
+from kvsift.server.answers import event, parser_of, usage
 from kvsift.server.api_errors import ApiError
 from kvsift.server.jobs import ServerJob
 from kvsift.server.schemas import (
@@ -233,7 +233,7 @@ class ResponsesForm:
         self._open: AnswerBlock | None = None  # the next item, until it ends
         self._id = ""  # of that item
         self._call_id = ""
-        self._finish, self._sequence = "stop", -1
+        self._status, self._sequence = "completed", -1
         self._head = {
             "id": f"resp_{uuid4().hex}",
             "object": "response",
@@ -250,8 +250,7 @@ class ResponsesForm:
 
     def whole(self, job: ServerJob) -> dict[str, Any]:
         """Return the answer to a request that has ended."""
-        self.chunks(job)
-        self._close()
+        self.chunks(job)  # events, which are dropped
         return self._ended(job)
 
     def chunks(self, job: ServerJob) -> bytes:
@@ -272,7 +271,9 @@ class ResponsesForm:
                 if text:
                     self._open = self._open._replace(text=self._open.text + text)
                     data += self._text_event("delta", delta=text)
-            self._finish = finish_of(piece, self._parser) or self._finish
+            if piece.finish is not None:
+                self._status = "incomplete" if piece.finish == "length" else "completed"
+                data += self._close(self._status)
         return data
 
     def last(self, job: ServerJob) -> bytes:
@@ -281,12 +282,10 @@ class ResponsesForm:
             error = {"code": job.error.code, "message": job.error.message}
             failed = {**self._response("failed", None), "error": error}
             return self._event("response.failed", response=failed)
-        data = self._close()
-        response = self._ended(job)
-        return data + self._event(f"response.{response['status']}", response=response)
+        return self._event(f"response.{self._status}", response=self._ended(job))
 
     def _begin(self, block: AnswerBlock) -> bytes:
-        self._open, self._id, self._call_id = block, f"{KINDS[block.kind][0]}_{uuid4().hex}", f"call_{call_id()}"
+        self._open, self._id, self._call_id = block, f"{KINDS[block.kind][0]}_{uuid4().hex}", call_id()
         data = self._event("response.output_item.added", output_index=len(self._items), item=self._item("in_progress"))
         if block.kind == "call":
             return data
@@ -341,13 +340,15 @@ class ResponsesForm:
     def _ended(self, job: ServerJob) -> dict[str, Any]:
         """The whole response, which is kept, if that is not declined."""
         if self._request.store is not False:
-            items = [InputItem.model_validate(item) for item in self._items]
+            # arguments that were cut are no JSON
+            whole = [item for item in self._items if item["type"] == "message" or item["status"] == "completed"]
+            items = [InputItem.model_validate(item) for item in whole]
             given = [message.model_dump(exclude_none=True) for message in self._chat.messages]
             given = given[self._request.instructions is not None :]
             self._kept.keep(self._salt, self._head["id"], [*given, *_messages(items)])
         numbers = usage(job, self._chat)
         return self._response(
-            "incomplete" if self._finish == "length" else "completed",
+            self._status,
             {
                 "input_tokens": numbers["prompt_tokens"],
                 "input_tokens_details": numbers["prompt_tokens_details"],

@@ -29,6 +29,9 @@ NOT_HERE = {  # fields of other servers, without which answers would be others
     "guided_regex", "length_penalty", "logits_processors", "max_new_tokens", "min_tokens", "mirostat", "num_predict",
     "prompt_logprobs", "tfs_z", "top_a", "truncate_prompt_tokens", "typical_p", "use_beam_search",
 }  # fmt: skip
+ECHOES = {  # of answers, as clients send them back, and hints for caches that others have
+    "annotations", "cache_control", "encrypted_content", "id", "index", "refusal", "signature", "status", "strict",
+}  # fmt: skip
 SCHEMA_REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 
 
@@ -483,13 +486,15 @@ def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Itera
     Raises:
         ApiError: for one that seems to be misspelled, or asks for what is not here; for any if it ``is_strict``.
     """
-    if isinstance(value, list):
+    if isinstance(value, list) and value and isinstance(value[0], BaseModel):
         for each in value:
             yield from ignored_fields(each, is_strict, path)
     if not isinstance(value, BaseModel):
         return
     for name, given in (value.model_extra or {}).items():
-        is_misspelled = get_close_matches(name, type(value).model_fields, 1, MISSPELLED)
+        if path and name in ECHOES and not is_strict:
+            continue
+        is_misspelled = get_close_matches(name[:80], type(value).model_fields, 1, MISSPELLED)
         if given if name in NOT_HERE and not is_strict else given is not None and (is_strict or is_misspelled):
             text = str(unknown("field", name[:80], type(value).model_fields))
             raise ApiError(400, text, "unknown_parameter", name[:80])

@@ -117,7 +117,9 @@ export class Conversation {
     const started = performance.now();
     for await (const object of events("/v1/chat/completions", options)) {
       if (object.comment) write(answer.state, waiting(object.comment));
-      const piece = object.choices?.[0]?.delta?.content;
+      const delta = object.choices?.[0]?.delta;
+      if (delta?.reasoning_content && !answer.text) write(answer.state, "Reasoning…");
+      const piece = delta?.content;
       if (piece) {
         last = performance.now();
         first ||= last;
