@@ -18,6 +18,7 @@ TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
 VLLM := .venv-vllm
 PROTOCOL := .venv-protocol
+AGENTS := .venv-agents
 
 .PHONY: demo test test-slow test-real test-page test-gpu test-vllm test-protocol soak lint docs tables clean
 
@@ -48,8 +49,10 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_plugin
 
-test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, schemathesis and vllm bench: ten minutes; needs node, and chromium for one test
+test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(AGENTS)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, those of agents, schemathesis and vllm bench: ten minutes; needs node, and chromium for one test
 	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
+	$(PROTOCOL)/bin/python -m pip list --not-required
+	$(AGENTS)/bin/python -m pip list --not-required
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protocol tests/protocol
 
 MINUTES ?= 10
@@ -96,10 +99,16 @@ $(PROTOCOL)/installed: tests/protocol/package.json
 	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
+$(AGENTS)/installed:
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet anthropic haystack-ai instructor langchain-openai litellm \
+	  llama-index-llms-openai-like openai-agents "pydantic-ai-slim[openai]"
+	@touch $@
+
 $(COMPAT)/installed: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
 	  "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PROTOCOL) tests/protocol/node_modules .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(PROTOCOL) $(AGENTS) tests/protocol/node_modules .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.serving import OPTIONS, Served, write_endless_model
+from server.serving import OPTIONS, SCRIPTED, Served, write_endless_model
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ROOT / ".venv-protocol" / "bin"
+TOOLS, AGENTS = ROOT / ".venv-protocol" / "bin", ROOT / ".venv-agents" / "bin"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +30,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of it, whose line is short."""
     served = Served(tmp_path_factory.mktemp("server"), str(tiny), *OPTIONS, "--max-waiting", "2")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that calls tools, without a model."""
+    served = Served(tmp_path_factory.mktemp("scripted"), *SCRIPTED)
     yield served
     served.stop()
 

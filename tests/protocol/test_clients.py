@@ -73,7 +73,7 @@ def test_refusals_are_typed(play: Play, server: Served) -> None:
         "value": {**bad, "code": "invalid_value", "param": "n"},
         "model": {"name": "NotFoundError", "status": 404, "code": "model_not_found", "param": "model"},
         "long": {**bad, "code": "context_length_exceeded", "param": None},
-        "stream": {**bad, "code": "unsupported_parameter", "param": "tools"},
+        "stream": {**bad, "code": "unsupported_prompt", "param": None},
     }
 
 

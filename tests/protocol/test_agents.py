@@ -1,0 +1,25 @@
+"""Clients for agents call a tool, by OpenAI's two APIs and Anthropic's."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from protocol.conftest import AGENTS
+from server.serving import Served
+
+pytestmark = pytest.mark.protocol
+SCENES = Path(__file__).parent / "agents.py"
+
+
+@pytest.mark.parametrize("client", [
+    "anthropic", "haystack", "langchain", "langchain_responses", "litellm", "litellm_anthropic", "llama_index",
+    "openai_agents", "openai_agents_responses", "pydantic_ai", "pydantic_ai_responses",
+])  # fmt: skip
+def test_a_client_calls_a_tool_and_is_answered(client: str, scripted: Served) -> None:
+    command = [str(AGENTS / "python"), "-W", "ignore", str(SCENES), scripted.url, client]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = "rain in Paris" if client == "llama_index" else "The result of weather is rain in Paris."
+    assert done.stdout.splitlines()[-1] == told
