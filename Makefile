@@ -95,13 +95,13 @@ $(VLLM)/installed: pyproject.toml CMakeLists.txt
 
 $(PROTOCOL)/installed: tests/protocol/package.json
 	$(PYTHON) -m venv $(PROTOCOL)
-	$(PROTOCOL)/bin/python -m pip install --quiet "openai>=2" "schemathesis>=4,<5"
+	$(PROTOCOL)/bin/python -m pip install --quiet langchain-openai "openai>=2" "schemathesis>=4,<5"
 	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
 $(AGENTS)/installed:
 	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/python -m pip install --quiet anthropic haystack-ai instructor langchain-openai litellm \
+	$(AGENTS)/bin/python -m pip install --quiet anthropic haystack-ai instructor litellm \
 	  llama-index-llms-openai-like openai-agents "pydantic-ai-slim[openai]"
 	@touch $@
 

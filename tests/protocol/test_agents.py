@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from protocol.conftest import AGENTS
+from protocol.conftest import AGENTS, TOOLS
 from server.serving import Served
 
 pytestmark = pytest.mark.protocol
-SCENES = Path(__file__).parent / "agents.py"
+SCENES = Path(__file__).parent / "tools_client.py"
 
 
 @pytest.mark.parametrize("client", [
@@ -18,7 +18,8 @@ SCENES = Path(__file__).parent / "agents.py"
     "openai_agents", "openai_agents_responses", "pydantic_ai", "pydantic_ai_responses",
 ])  # fmt: skip
 def test_a_client_calls_a_tool_and_is_answered(client: str, scripted: Served) -> None:
-    command = [str(AGENTS / "python"), "-W", "ignore", str(SCENES), scripted.url, client]
+    folder = TOOLS if client.startswith("langchain") else AGENTS  # they need other versions of httpx
+    command = [str(folder / "python"), "-W", "ignore", str(SCENES), scripted.url, client]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     told = "rain in Paris" if client == "llama_index" else "The result of weather is rain in Paris."

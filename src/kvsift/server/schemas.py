@@ -364,6 +364,8 @@ class ChatRequest(TextRequest):
             raise ValueError("tools are a field of their own, not one of chat_template_kwargs")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             raise ValueError("tool_choice asks for a call, and tools have no such function")
+        if self.required_tools:
+            raise ValueError("tool_choice must be 'auto' or 'none': this server does not force calls")
         return self
 
     def prompt_fields(self) -> dict[str, Any]:

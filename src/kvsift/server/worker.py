@@ -218,7 +218,9 @@ class Worker:
         if not request.messages:
             return [self._encode_prompt(prompt, special) for prompt in request.prompts]
         text, growing = self._document(request)
-        self._llm.check_text("\n".join([text, json.dumps([request.messages, request.variables], ensure_ascii=False)]))
+        calls = [call for message in request.messages for call in message.get("tool_calls", ())]
+        rest = [json.dumps(each, ensure_ascii=False) for each in [*request.variables.values(), *calls]]
+        self._llm.check_text("\n".join([text, *(each["content"] for each in request.messages), *rest]))
         return [self._form.encode_messages(request.messages, text, growing, request.variables)]
 
     def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:

@@ -1,4 +1,4 @@
-"""What clients for agents make of a server: agents.py URL CLIENT prints what it was told in the end.
+"""What clients for agents make of a server: tools_client.py URL CLIENT prints what it was told in the end.
 
 Every client offers a tool, ``weather``, is told to call it for Paris, and sends back the result; it is answered then
 with "The result of weather is rain in Paris." (``server/fake_worker.py``).
