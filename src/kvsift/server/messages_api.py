@@ -98,18 +98,6 @@ class MessageToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
-    """Whether to reason."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-
-
-class MessageMetadata(Body):
-    """Whose request it is."""
-
-    user_id: str | None = Field(None, max_length=1024)
-
-
 class MessagesRequest(Body):
     """Body of POST /v1/messages, and of /v1/messages/count_tokens."""
 
@@ -123,8 +111,8 @@ class MessagesRequest(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     tools: Annotated[list[MessageTool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: MessageToolChoice | None = None
-    thinking: Thinking | None = None
-    metadata: MessageMetadata | None = None
+    thinking: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     sparsity: str | Sparsity | None = None
     document: str | None = None
     mcp_servers: neutral([]) = None  # type: ignore[valid-type]
@@ -155,9 +143,9 @@ class MessagesRequest(Body):
             fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None and "enable_thinking" in dialect.variables:
-            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.get("type") != "disabled"}
         if self.metadata is not None:
-            fields["user"] = self.metadata.user_id
+            fields["user"] = self.metadata.get("user_id")
         return validated(ChatRequest, fields)
 
 

@@ -78,27 +78,6 @@ class ResponseToolChoice(Body):
     name: str
 
 
-class TextFormat(Body):
-    """What the text is: any, JSON, or JSON of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    """Options of the text."""
-
-    format: TextFormat | None = None
-
-
-class Reasoning(Body):
-    """How much to reason."""
-
-    effort: str | None = None
-
-
 class ResponsesRequest(Body):
     """Body of POST /v1/responses."""
 
@@ -115,8 +94,8 @@ class ResponsesRequest(Body):
     tools: Annotated[list[ResponseTool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    text: dict[str, Any] | None = Field(None, description="Its format, as response_format of a chat.")
+    reasoning: dict[str, Any] | None = Field(None, description="Its effort, as reasoning_effort of a chat.")
     metadata: dict[str, str] | None = None
     user: str | None = Field(None, max_length=1024)
     safety_identifier: str | None = Field(None, max_length=1024)
@@ -147,12 +126,10 @@ class ResponsesRequest(Body):
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:
             fields["tool_choice"] = choice
-        if self.reasoning is not None:
-            fields["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and self.text.format is not None and self.text.format.type != "text":
-            given = self.text.format.model_dump(by_alias=True, exclude_none=True)
-            kind = given.pop("type")
-            fields["response_format"] = {"type": kind, **({kind: given} if kind == "json_schema" else {})}
+        fields["reasoning_effort"] = (self.reasoning or {}).get("effort")
+        if isinstance(form := (self.text or {}).get("format"), dict) and (kind := form.get("type")) != "text":
+            schema = {name: value for name, value in form.items() if name != "type"}
+            fields["response_format"] = {"type": kind, **({kind: schema} if kind == "json_schema" else {})}
         return validated(ChatRequest, fields)
 
 
@@ -244,7 +221,7 @@ class ResponsesForm:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "tool_choice": request.model_dump()["tool_choice"] or "auto",
             "tools": [tool.model_dump() for tool in request.tools or ()],
-            "text": request.model_dump(by_alias=True, exclude_none=True).get("text") or {"format": {"type": "text"}},
+            "text": request.text or {"format": {"type": "text"}},
             "truncation": "disabled",
         }
 
