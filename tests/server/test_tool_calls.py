@@ -94,6 +94,7 @@ def test_channels_of_gpt_oss(text: str, expected: list[AnswerBlock]) -> None:
         ("llama3", '{"name": "Bob", "parameters": {"a": 1}} is JSON'),
         ("json", "```python\nprint()\n```"),
         ("json", "[1, 2"),
+        ("json", "[" * 5000),
         (None, HERMES),
         (None, " text \n"),
     ],

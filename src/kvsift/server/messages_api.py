@@ -224,7 +224,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """Arguments as an object; those that are none, of an answer that was cut, as Anthropic's documentation has them."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": text}
 

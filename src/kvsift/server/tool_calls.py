@@ -48,18 +48,18 @@ FORMATS = {
     "deepseek": ToolFormat(
         r"<｜tool▁calls▁begin｜>",
         begin=r"<｜tool▁calls▁begin｜>",
-        header=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n|(?P<name>[^<]+)<｜tool▁sep｜>(?=\s*\{))",
+        header=r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n]{1,64})\n```json\n|(?P<name>[^<]{1,64})<｜tool▁sep｜>(?=\s*\{))",
         end=r"<｜tool▁calls▁end｜>",
     ),
     "mistral": ToolFormat(
         r"\[TOOL_CALLS\]",
         begin=r"\[TOOL_CALLS\]",
-        header=OBJECT + r"|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)",
+        header=OBJECT + r"|(?P<name>[\w.-]{1,64}+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)",
     ),
     "gpt-oss": ToolFormat(
         r"<\|channel\|>",
         begin=r"(?:<\|start\|>assistant(?:<\|channel\|>\w+)?|<\|channel\|>\w+|\A)\s*to=functions\.",
-        header=r"(?P<name>[\w.-]+)(?:[^<]|<\|(?:channel|constrain)\|>)*<\|message\|>",
+        header=r"(?P<name>[\w.-]{1,64}+)(?:[^<]|<\|(?:channel|constrain)\|>){0,99}+<\|message\|>",
         end=r"<\|(?:call|end)\|>",
         noise=CHANNEL + r"\w+(?:\s*<\|constrain\|>\w+)?<\|message\|>|<\|(?:end|return|call)\|>",
     ),
@@ -71,13 +71,13 @@ FORMATS = {
     "llama3": ToolFormat(r"<\|python_tag\|>|ipython", begin=r"<\|python_tag\|>", is_bare=True),
     "json": ToolFormat(NEVER, is_bare=True),
 }
-REASONING = (  # begin and end, in templates and answers
-    (r"<think>", r"</think>"),
-    (r"\[THINK\]", r"\[/THINK\]"),
-    (r"<seed:think>", r"</seed:think>"),
-    (CHANNEL + r"analysis<\|message\|>", r"<\|end\|>"),
+REASONING = (  # found in templates, and the delimiters in answers
+    (r"</think>", r"<think>", r"</think>"),
+    (r"\[/THINK\]", r"\[THINK\]", r"\[/THINK\]"),
+    (r"</seed:think>", r"<seed:think>", r"</seed:think>"),
+    (r"<\|channel\|>", CHANNEL + r"analysis<\|message\|>", r"<\|end\|>"),
 )
-MARKS = (r"</think>", r"\[/THINK\]", r"</seed:think>", r"<\|channel\|>")  # of REASONING, in a template
+CHANNELS = len(REASONING) - 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Dialect:
     Attributes:
         has_tools: the template writes tools.
         tools: name of the format of calls; None: an unknown one, or none.
-        reasoning: index of the delimiters of reasoning; None: there is none.
+        reasoning: index in ``REASONING``; None: there is none.
         variables: the template reads these, of those that say how much to reason.
     """
 
@@ -101,14 +101,14 @@ class Dialect:
         """Return the dialect of a chat template; "" for a model without one."""
         has_tools = regex.search(r"\btools\b", template) is not None
         known = (name for name, form in FORMATS.items() if regex.search(form.template, template, regex.DOTALL))
-        marked = (number for number, mark in enumerate(MARKS) if regex.search(mark, template))
+        marked = (number for number, (mark, _, _) in enumerate(REASONING) if regex.search(mark, template))
         variables = [name for name in ("reasoning_effort", "enable_thinking") if name in template]
         return cls(has_tools, next(known, None) if has_tools else None, next(marked, None), variables)
 
     def begins_reasoning(self, prompt_end: str) -> bool:
         """Whether an answer to a prompt begins with reasoning, of which the prompt has the first delimiter."""
         return self.reasoning is not None and bool(
-            regex.search(f"(?:{REASONING[self.reasoning][0]})$", prompt_end.rstrip())
+            regex.search(f"(?:{REASONING[self.reasoning][1]})$", prompt_end.rstrip())
         )
 
 
@@ -153,10 +153,10 @@ def _between(tools: str | None, reasoning: int | None, is_first: bool) -> regex.
     """What may follow in the text of an answer; ``is_first`` if there was no text before."""
     form = None if tools is None else FORMATS[tools]
     found = {
-        "reasoning": NEVER if reasoning is None else REASONING[reasoning][0],
+        "reasoning": NEVER if reasoning is None else REASONING[reasoning][1],
         "calls": NEVER if form is None else form.begin,
         "bare": BARE if form is not None and form.is_bare and is_first else NEVER,
-        "noise": FORMATS["gpt-oss"].noise if reasoning == 3 else NEVER,
+        "noise": FORMATS["gpt-oss"].noise if reasoning == CHANNELS else NEVER,
     }
     choices = [f"(?P<{name}>{pattern})" for name, pattern in found.items() if pattern != NEVER]
     return regex.compile("|".join(choices)) if choices else None
@@ -229,7 +229,7 @@ class AnswerParser:
 
     def _read_reasoning(self, is_end: bool) -> Iterator[AnswerPart]:
         assert self._dialect.reasoning is not None
-        before, found = self._search(regex.compile(REASONING[self._dialect.reasoning][1]), is_end)
+        before, found = self._search(regex.compile(REASONING[self._dialect.reasoning][2]), is_end)
         yield from self._text("reasoning", before)
         if found is not None:
             self._state, self._kind, self._space = "content", "reasoning", ""
@@ -262,7 +262,7 @@ class AnswerParser:
         """Calls that are JSON in another order, or without arguments; else text."""
         try:
             value, _ = json.JSONDecoder().raw_decode(written.lstrip())
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         calls = value if isinstance(value, list) else [value]
         if calls and all(isinstance(call, dict) and call.get("name") in self._names for call in calls):
