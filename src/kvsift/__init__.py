@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from kvsift.plan.budget import Budget
     from kvsift.plan.plan import Plan, Rule
     from kvsift.plan.syntax import parse_plan
+    from kvsift.tokenization.grammar import Grammar
 
 _HOMES = {
     "Budget": "kvsift.plan.budget",
+    "Grammar": "kvsift.tokenization.grammar",
     "InputError": "kvsift.errors",
     "LLM": "kvsift.api.llm",
     "Sampling": "kvsift.engine.sampling",

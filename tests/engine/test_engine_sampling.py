@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from kvsift import Sampling
-from kvsift.engine.sampling import draw, gumbel, likeliest
+from kvsift.engine.sampling import ConstrainedChooser, draw, gumbel, likeliest
 
 CPU = torch.device("cpu")
 SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3])
@@ -80,16 +81,45 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it() -> None:
     assert counts[1] / 4000 == pytest.approx(4 / 7, abs=0.032)
 
 
+def test_top_k_and_min_p_draw_from_the_likeliest_tokens() -> None:
+    assert set(draws(Sampling(1.0, top_k=2), 400)) == {1, 3}
+    assert set(draws(Sampling(1.0, min_p=0.7), 400)) == {1, 3}  # of 0.4, which is the largest, 0.3 is 0.75
+    assert set(draws(Sampling(1.0, min_p=1.0), 40)) == {1}
+    # of the two that top_k leaves the first has 4/7
+    assert set(draws(Sampling(1.0, top_p=0.57, top_k=2), 400)) == {1}
+
+
+def penalised(sampling: Sampling, logits: list[float], prompt: list[int], answer: list[int]) -> list[float]:
+    """The logits from which a token is chosen after the prompt and these tokens of the answer."""
+    choose = ConstrainedChooser(sampling, prompt, 10, CPU)
+    for token in answer:
+        choose(torch.zeros(len(logits)), token)
+    found: list[float] = choose._changed(torch.tensor(logits), len(prompt) + len(answer)).tolist()
+    return found
+
+
+def test_penalties_and_bias_change_logits_as_openai_and_transformers_do() -> None:
+    logits, prompt, answer = [1.0, -1.0, 2.0, 3.0, 0.5], [0, 1, 1], [2, 2, 3]
+    assert penalised(Sampling(frequency_penalty=0.5), logits, prompt, answer) == [1.0, -1.0, 1.0, 2.5, 0.5]
+    assert penalised(Sampling(presence_penalty=0.5), logits, prompt, answer) == [1.0, -1.0, 1.5, 2.5, 0.5]
+    assert penalised(Sampling(repetition_penalty=2.0), logits, prompt, answer) == [0.5, -2.0, 1.0, 1.5, 0.5]
+    assert penalised(Sampling(logit_bias={4: 3.0, 0: -100.0}), logits, prompt, answer) == [-99.0, -1.0, 2.0, 3.0, 3.5]
+    stock = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([prompt + answer]), torch.tensor([logits]))
+    assert stock[0].tolist() == [0.5, -2.0, 1.0, 1.5, 0.5]
+
+
 def test_a_sequence_draws_what_it_draws_alone() -> None:
     """Sorted beside sequences that have a top_p, unsorted without."""
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    temperature, top_p = torch.tensor([[0.8, 1.0, 0.0], [1.0, 0.5, 1.0]], dtype=torch.float64)
+    temperature = torch.tensor([0.8, 1.0, 0.0], dtype=torch.float64)
+    samplings = Sampling(), Sampling(top_p=0.5, top_k=300, min_p=0.01), Sampling()
+    limits = torch.tensor([sampling.limits for sampling in samplings], dtype=torch.float64).T
     for seed in range(200):
         noise = Sampling(1.0, seed=seed).noise(3)
-        together, _ = draw(logits, temperature, noise, top_p)
+        together, _ = draw(logits, temperature, noise, limits)
         assert torch.equal(draw(logits, temperature, noise)[0][[0, 2]], together[[0, 2]])
         one = slice(1, 2)
-        assert torch.equal(draw(logits[one], temperature[one], noise[one], top_p[one])[0], together[one])
+        assert torch.equal(draw(logits[one], temperature[one], noise[one], limits[:, one])[0], together[one])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1e-3), Sampling(1e-300), Sampling(5e-324)])
@@ -110,6 +140,16 @@ def test_the_limit_of_each_knob_is_greedy(sampling: Sampling) -> None:
         {"top_p": 1.01},
         {"top_p": nan},
         {"top_p": None},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"frequency_penalty": inf},
+        {"presence_penalty": "1"},
+        {"repetition_penalty": 0},
+        {"logit_bias": [3]},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {3: nan}},
         {"seed": -1},
         {"seed": 1.5},
         {"seed": 10**30},

@@ -34,6 +34,7 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import PlanSpec
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.stores.kv_pool import KVPool
+from kvsift.tokenization.grammar import GrammarState, grammar_tokens
 from kvsift.tokenization.text_offsets import TextOffsets
 from kvsift.tokenization.token_text import TokenDecoder
 from kvsift.types import Objections
@@ -201,13 +202,20 @@ class ModelRunner(Uncopied):
         deadline = None if options.timeout_s is None else started + options.timeout_s
         settings = self.generation_settings
         ends, stops = (frozenset[int](), ()) if ignores_ends else (settings.ends, settings.stops)
+        stop_ids = self._stop_ids(options, ends, stops)
+        vocabulary = getattr(self.directory.config, "vocab_size", None)
+        if vocabulary is not None and (largest := max(sampling.logit_bias, default=0)) >= vocabulary:
+            raise InvalidValue(f"logit_bias has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
+        grammar = None
+        if options.grammar is not None:
+            grammar = GrammarState(options.grammar, self._grammar_tokens, {*ends, *stop_ids})
         return Request(
             ids,
             options.max_new_tokens,
             plan,
             sampling,
             ends,
-            self._stop_ids(options, ends, stops),
+            stop_ids,
             (*options.stops, *stops),
             streamed,
             options.logprobs,
@@ -219,6 +227,7 @@ class ModelRunner(Uncopied):
             client,
             salt,
             asked,
+            grammar,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -311,6 +320,10 @@ class ModelRunner(Uncopied):
         output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
         logits: torch.Tensor = output.logits
         return logits
+
+    @cached_property
+    def _grammar_tokens(self) -> Any:
+        return grammar_tokens(self.tokenizer, self.generation_settings.ends)
 
     @cached_property
     def _takes_positions(self) -> bool:

@@ -12,6 +12,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.errors import Conflict, InvalidValue, UnknownName, unknown
 from kvsift.methods import checks
 from kvsift.models.hf.sparse import PlanSpec
+from kvsift.tokenization.grammar import Grammar
 
 MOST_LOGPROBS = 20  # as OpenAI's API has them
 
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
     skip_special_tokens: bool | None
     logprobs: int | None
     timeout_s: float | None
+    grammar: Grammar | None
     exact: bool
     passages: bool
 
@@ -49,6 +51,7 @@ class GenerateOptions:
             own, which begin, end, separate or pad texts, so that others, such as "<|channel|>", are text.
         logprobs: keep the log-probability of every token, and those of so many likeliest ones; None: none.
         timeout_s: end the answer after so many seconds, as it is then; None: never.
+        grammar: what the text of the answer must be, such as ``Grammar.json(schema)``.
         exact: answer as dense attention does, token by token; the plan drafts, and dense attention verifies.
         passages: keep which characters of the document, or of a prompt without one, were selected.
 
@@ -64,6 +67,7 @@ class GenerateOptions:
     skip_special_tokens: bool | None = None
     logprobs: int | None = None
     timeout_s: float | None = None
+    grammar: Grammar | None = None
     exact: bool = False
     passages: bool = False
 
@@ -96,6 +100,10 @@ class GenerateOptions:
                 raise InvalidValue(
                     f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
                 )
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidValue(
+                f"grammar is {type(self.grammar).__name__}. Give a kvsift.Grammar, as Grammar.json(schema)."
+            )
         stops_of(self.stop)
         tokens = self.stop_token_ids or ()
         if not isinstance(tokens, list | tuple | Set):

@@ -11,6 +11,7 @@ import torch
 from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
 from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.plan.plan import Plan
+from kvsift.tokenization.grammar import GrammarState
 from kvsift.tokenization.text_offsets import TextOffsets
 
 DENSE = Plan()
@@ -38,6 +39,7 @@ class Request:
         client: who asks: clients get equal shares.
         salt: requests of other salts share nothing with it.
         asked: the plan that was asked for, if ``plan`` is dense in contexts in which that one would not be.
+        grammar: the beginning of the answer's grammar; None: any text is an answer.
     """
 
     ids: Sequence[int]
@@ -57,13 +59,22 @@ class Request:
     client: str = ""
     salt: str = ""
     asked: Plan | None = None
+    grammar: GrammarState | None = None
 
     def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
         """Return what chooses the tokens of the answer from logits on a device."""
-        chooser = self.sampling.chooser(device)
-        if self.settings is None or not self.settings.applied:
-            return chooser
-        return ConstrainedChooser(chooser, self.settings, self.ids, self.max_new_tokens, device)
+        settings = self.settings if self.settings is not None and self.settings.applied else None
+        if settings is None and not self.constraint:
+            return self.sampling.chooser(device)
+        grammar = None if self.grammar is None else self.grammar.copy()
+        return ConstrainedChooser(self.sampling, self.ids, self.max_new_tokens, device, settings, grammar)
+
+    @property
+    def constraint(self) -> str:
+        """What changes the logits of this request, in words; empty if nothing does."""
+        if self.grammar is not None:
+            return "a grammar masks logits"
+        return "penalties or a bias change logits" if self.sampling.changes_logits else ""
 
     @cached_property
     def ending_tokens(self) -> frozenset[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from sys import float_info
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidValue, LogitsError
 from kvsift.methods import checks
+from kvsift.tokenization.grammar import GrammarState
 
 if TYPE_CHECKING:
     from kvsift.models.hf.generation_config import GenerationSettings
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+NO_LIMITS = 1.0, inf, 0.0  # of ``Sampling.limits``
 NO_TOKEN = -1  # instead of a token, where captured steps had logits that are NaN or infinite
-Choice = Literal["greedy", "drawn", "nucleus"]  # of the tokens of several sequences; nucleus: some have a top_p below 1
+Choice = Literal[
+    "greedy", "drawn", "nucleus"
+]  # of the tokens of several sequences; nucleus: some have a top_p, top_k or min_p
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
@@ -34,11 +38,27 @@ class Sampling:
         temperature: 0 is greedy; higher is more random.
         top_p: draw from the most likely tokens that together reach this probability.
         seed: seed of the random numbers, which come from a generator of their own.
+        top_k: draw from so many most likely tokens; 0: from all.
+        min_p: draw from tokens that are at least so likely, as a share of the likeliest one's probability.
+        frequency_penalty: subtracted from a token's logit for each time that the answer has it.
+        presence_penalty: subtracted once if the answer has the token.
+        repetition_penalty: by which the logits of tokens of the prompt and the answer are divided if they are positive,
+            else multiplied; besides that of the checkpoint's generation_config.json.
+        logit_bias: added to the logits of tokens.
+
+    The penalties and the bias apply to greedy answers too. Tokens are drawn from those that min_p and top_k leave, and
+    of these from those that top_p does.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         checks.use_python_numbers(self)
@@ -48,6 +68,31 @@ class Sampling:
             raise InvalidValue(f"top_p={self.top_p!r} must be a number greater than 0 and at most 1.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
             raise InvalidValue(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
+        checks.whole("top_k", self.top_k, 0)
+        if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
+            raise InvalidValue(f"min_p={self.min_p!r} must be a number from 0 to 1.")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not _is_number(value := getattr(self, name)) or not isfinite(value):
+                raise InvalidValue(f"{name}={value!r} must be a number, above 0 against repetition; 0 changes nothing.")
+        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= float_info.max:
+            raise InvalidValue(f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 changes nothing.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidValue(f"logit_bias={self.logit_bias!r:.80} must be a table of tokens and numbers.")
+        for token, bias in self.logit_bias.items():
+            checks.whole("a token of logit_bias", token, 0)
+            if not _is_number(bias) or not isfinite(bias):
+                raise InvalidValue(f"logit_bias has {bias!r} for token {token}, and it must be a number.")
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """What the tokens are drawn from: top_p, the number of tokens, and min_p."""
+        return self.top_p, self.top_k or inf, self.min_p
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on tokens before them, or have a bias."""
+        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1) or bool(self.logit_bias)
 
     def nth(self, number: int) -> Sampling:
         """The sampling of one of several answers: the first one's is this, and no two that begin at seeds side by side
@@ -77,7 +122,7 @@ def _is_number(value: object) -> bool:
 def choice_of(samplings: Iterable[Sampling]) -> Choice:
     """Return how the tokens of sequences with these samplings are chosen together."""
     drawn = [sampling for sampling in samplings if sampling.temperature > 0]
-    return "nucleus" if any(sampling.top_p < 1 for sampling in drawn) else "drawn" if drawn else "greedy"
+    return "nucleus" if any(sampling.limits != NO_LIMITS for sampling in drawn) else "drawn" if drawn else "greedy"
 
 
 class Chooser:
@@ -86,7 +131,12 @@ class Chooser:
     Args:
         sampling: how.
         device: device of the logits.
+
+    Attributes:
+        is_complete: whether the answer ends with the last token that was chosen, whatever the model says.
     """
+
+    is_complete = False
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling, self._device = sampling, device
@@ -94,13 +144,15 @@ class Chooser:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor | None]:
-        """Temperature and top_p; made with the first token, in a step: no thread may copy while another captures."""
-        numbers = [[self._sampling.temperature], [self._sampling.top_p]]
-        temperature, top_p = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        return temperature, top_p if choice_of([self._sampling]) == "nucleus" else None
+        """Temperature [1] and limits [3, 1]; made with the first token, in a step: no thread may copy while another
+        captures."""
+        numbers = [[self._sampling.temperature], *([limit] for limit in self._sampling.limits)]
+        factors = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return factors[0], factors[1:] if choice_of([self._sampling]) == "nucleus" else None
 
-    def __call__(self, logits: Tensor | int) -> int:
+    def __call__(self, logits: Tensor | int, given: int | None = None) -> int:
         """The next token, from logits [vocabulary], or as a captured step has chosen it; to be called once per token.
+        ``given``: the token that was chosen in its place before.
 
         Raises:
             LogitsError: if a logit is NaN or infinite, or all are -inf. Some may be -inf: such tokens are never chosen.
@@ -112,7 +164,7 @@ class Chooser:
                 "float16, or damaged weights, do that. Load the model in bfloat16 or float32, or check its files."
             )
         self._token += 1
-        return token
+        return token if given is None else given
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
         """The token that these logits would give ``ahead`` calls from now; any token if they give none."""
@@ -127,8 +179,8 @@ class Chooser:
         if token >= len(self._drawn):
             self._drawn = self._sampling.noise(2 * token + 1)
         noise = self._drawn[token : token + 1].to(self._device)
-        temperature, top_p = self._factors
-        tokens, best = draw(logits.float().unsqueeze(0), temperature, noise, top_p)
+        temperature, limits = self._factors
+        tokens, best = draw(logits.float().unsqueeze(0), temperature, noise, limits)
         return int(tokens), float(best)
 
 
@@ -147,36 +199,51 @@ def _fault(logits: Tensor | int) -> str:
 
 
 class ConstrainedChooser:
-    """Chooses the tokens of one answer from logits that depend on the tokens before them.
+    """Chooses the tokens of one answer from logits that depend on the tokens before them: changed as the model's
+    settings, then penalties and bias say, and then masked by a grammar.
 
     Args:
-        chooser: chooses the tokens.
-        settings: the model's settings.
+        sampling: how.
         ids: tokens of the prompt.
         max_new_tokens: most tokens of the answer.
         device: device of the logits.
+        settings: the model's settings.
+        grammar: state of the answer's grammar, before its first token.
     """
 
     def __init__(
-        self, chooser: Chooser, settings: GenerationSettings, ids: Sequence[int], max_new_tokens: int,
-        device: torch.device,
+        self, sampling: Sampling, ids: Sequence[int], max_new_tokens: int, device: torch.device,
+        settings: GenerationSettings | None = None, grammar: GrammarState | None = None,
     ) -> None:  # fmt: skip
-        self._choose, self._settings, self._prompt, self._most = chooser, settings, ids, max_new_tokens
+        self._choose, self._sampling, self._settings = Chooser(sampling, device), sampling, settings
+        self._prompt, self._most, self._grammar = ids, max_new_tokens, grammar
         self._device, self._length = device, len(ids)
 
+    @property
+    def is_complete(self) -> bool:
+        return self._grammar is not None and self._grammar.is_complete
+
     @cached_property
-    def _state(self) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
-        """The processors, and the tokens of the prompt, the answer and drafts, int64 [1, room]; made with the first
-        token, in a step (see ``Chooser``)."""
+    def _state(self) -> tuple[Callable[[Tensor, Tensor], Tensor] | None, Tensor]:
+        """The processors of the settings, and the tokens of the prompt, the answer and drafts, int64 [1, room]; made
+        with the first token, in a step (see ``Chooser``)."""
         room = len(self._prompt) + self._most + 1
         tokens = torch.zeros(1, room, dtype=torch.int64)
         tokens[0, : len(self._prompt)] = torch.tensor(self._prompt)
-        processors = self._settings.processors(len(self._prompt), self._most, self._device)
-        return processors, tokens.to(self._device)
+        if self._settings is None:
+            return None, tokens.to(self._device)
+        return self._settings.processors(len(self._prompt), self._most, self._device), tokens.to(self._device)
 
-    def __call__(self, logits: Tensor | int) -> int:
-        assert isinstance(logits, Tensor), "with these settings no step is captured"
-        token = self._choose(self._changed(logits, self._length))
+    @cached_property
+    def _bias(self) -> tuple[Tensor, Tensor]:
+        """Tokens and what is added to their logits."""
+        bias = self._sampling.logit_bias
+        tokens = torch.tensor([*bias], dtype=torch.int64, device=self._device)
+        return tokens, torch.tensor([*bias.values()], dtype=torch.float32, device=self._device)
+
+    def __call__(self, logits: Tensor | int, given: int | None = None) -> int:
+        assert isinstance(logits, Tensor), "such steps are not captured"
+        token = self._choose(self._changed(logits, self._length), given)
         self._note(token, self._length)
         self._length += 1
         return token
@@ -190,16 +257,40 @@ class ConstrainedChooser:
 
     def _changed(self, logits: Tensor, position: int) -> Tensor:
         """Logits [vocabulary] of the token at a position of the sequence, float32."""
-        processors, tokens = self._state
-        return processors(tokens[:, :position], logits.to(torch.float32, copy=True).unsqueeze(0))[0]
+        (processors, tokens), sampling = self._state, self._sampling
+        logits = logits.to(torch.float32, copy=True)
+        if processors is not None:
+            logits = processors(tokens[:, :position], logits.unsqueeze(0))[0]
+        if sampling.changes_logits:
+            self._penalise(logits, tokens[0, :position], tokens[0, len(self._prompt) : position])
+        if self._grammar is not None:
+            self._grammar.crop(position - len(self._prompt))
+            self._grammar.mask(logits)
+        return logits
+
+    def _penalise(self, logits: Tensor, tokens: Tensor, answer: Tensor) -> None:
+        """Change logits [vocabulary] by what the tokens of the prompt and the answer are, and those of the answer."""
+        sampling = self._sampling
+        if sampling.repetition_penalty != 1:
+            found = logits[tokens]
+            penalty = sampling.repetition_penalty
+            logits[tokens] = torch.where(found > 0, found / penalty, found * penalty)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            used, counts = answer.unique(return_counts=True)
+            logits[used] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+        if sampling.logit_bias:
+            biased, bias = self._bias
+            logits[biased] += bias
 
     def _note(self, token: int, position: int) -> None:
         tokens = self._state[1]
         if position < tokens.shape[1]:
             tokens[0, position] = token
+        if self._grammar is not None:
+            self._grammar.append(token)
 
 
-def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw a token for every sequence: the largest logarithm of a probability plus Gumbel noise of its own.
 
     The noise of a token is made of the sequence's random number and the token alone, so that two sequences of nearly
@@ -209,7 +300,7 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | Non
         logits: float32 [sequences, vocabulary].
         temperature: float64 [sequences]; 0 chooses the likeliest.
         noise: int64 [sequences], random.
-        top_p: float64 [sequences]; sorts the logits, and without it any token may be drawn.
+        limits: float64 [3, sequences] (``Sampling.limits``); sorts the logits, and without it any token may be drawn.
 
     Returns:
         The tokens, int64 [sequences], and the largest logits, float32 [sequences].
@@ -219,19 +310,21 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | Non
     divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
     scaled = (logits.double() - best.unsqueeze(1)) / divisor
     noisy = scaled + gumbel(noise.unsqueeze(1), torch.arange(logits.shape[1], device=logits.device))
-    if top_p is not None:
-        noisy.masked_fill_(_outside(logits, scaled, top_p), -torch.inf)
+    if limits is not None:
+        noisy.masked_fill_(_outside(logits, scaled, *limits.unsqueeze(2)), -torch.inf)
     return torch.where(temperature > 0, likeliest(noisy)[1], greedy), best
 
 
-def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Whether more likely tokens, or earlier ones as likely, reach ``top_p`` [sequences]; bool [sequences,
-    vocabulary]."""
+def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Whether tokens are less than min_p times as likely as the likeliest, or others, that are more likely or earlier
+    and as likely, are top_k or reach top_p (each [sequences, 1]); bool [sequences, vocabulary]."""
     order = logits.sort(dim=-1, descending=True, stable=True)
-    probability = scaled.gather(1, order.indices).softmax(-1)
+    ranked = scaled.gather(1, order.indices)
+    is_less = (ranked < min_p.log()) | (torch.arange(ranked.shape[1], device=ranked.device) >= top_k)
+    probability = ranked.masked_fill(is_less, -torch.inf).softmax(-1)
     # a single sequence would be added up in another order than one beside others
     summed = (torch.cat([probability, probability]) if len(scaled) == 1 else probability).cumsum(-1)[: len(scaled)]
-    outside = summed - probability >= top_p.unsqueeze(1)
+    outside = is_less | (summed - probability >= top_p)
     return torch.empty_like(outside).scatter_(-1, order.indices, outside)
 
 

@@ -82,9 +82,9 @@ class Transcript:
         """The text and the bytes of a token in place of the one with this index."""
         return self._decoder.label(token, index == 0 and self._starts_text)
 
-    def take(self, token: int, time: float, logits: Tensor | None = None) -> str:
-        """Add a token that was chosen at ``time``, from logits [vocabulary] if they are at hand. Returns the new text
-        that is certain."""
+    def take(self, token: int, time: float, logits: Tensor | None = None, is_last: bool = False) -> str:
+        """Add a token that was chosen at ``time``, from logits [vocabulary] if they are at hand; nothing may follow one
+        that ``is_last``. Returns the new text that is certain."""
         request = self.request
         self.times.append(time)
         if token in request.ending_tokens:
@@ -95,8 +95,8 @@ class Transcript:
             assert logits is not None, "the caller has refused logprobs"
             self.logprobs.append(TokenLogprobs.of(token, logits, request.logprobs))
         is_late = request.deadline is not None and time >= request.deadline
-        self.done = is_late or len(self.new_ids) >= request.max_new_tokens
-        self.finish_reason = "stop" if not self.done else "deadline" if is_late else "length"
+        self.done = is_last or is_late or len(self.new_ids) >= request.max_new_tokens
+        self.finish_reason = "stop" if is_last or not self.done else "deadline" if is_late else "length"
         return self._new_text() if request.stops or request.streamed else ""
 
     def end(self, reason: FinishReason) -> str:
@@ -181,14 +181,15 @@ class TextOutput:
         return self._chooser.foresee(logits, ahead)
 
     def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
-        token = self.choose(logits)
-        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
+        token, time = self.choose(logits), perf_counter() - probe_s
+        kept, is_last = None if isinstance(logits, int) else logits, self._chooser.is_complete
+        piece = self.transcript.take(token, time, kept, is_last)
         self.pass_on(token, piece)
         return token, self.transcript.finish_reason if self.transcript.done else ""
 
-    def choose(self, logits: Tensor | int) -> int:
-        """Choose the next token from logits [vocabulary], or take one that was chosen."""
-        return self._chooser(logits)
+    def choose(self, logits: Tensor | int, given: int | None = None) -> int:
+        """Choose the next token from logits [vocabulary], or take one that was chosen, or was ``given`` before."""
+        return self._chooser(logits, given)
 
     def pass_on(self, token: int, piece: str) -> None:
         """Give the client a token of the transcript, and the text that is certain since then."""

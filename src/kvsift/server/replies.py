@@ -38,11 +38,10 @@ class Reply(TextOutput):
         self._sent, self._strips, self._num_described = deque(sent), strips, 0
         self._is_sent = False  # the token that was chosen last
 
-    def choose(self, logits: Tensor | int) -> int:
+    def choose(self, logits: Tensor | int, given: int | None = None) -> int:
         """Choose a token, or repeat the one that was sent."""
-        token = super().choose(logits)  # in any case: it counts random draws
         self._is_sent = bool(self._sent)
-        return self._sent.popleft() if self._is_sent else token
+        return super().choose(logits, self._sent.popleft() if self._is_sent else given)
 
     def pass_on(self, token: int, piece: str) -> None:
         """Keep an event, unless the token was sent before."""

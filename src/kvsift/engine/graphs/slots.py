@@ -113,12 +113,12 @@ class Slots:
             layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
         self.layers = list(layers.values())
         self._summaries = [attention.store.pools().summaries for attention in attentions]
-        self._knobs = torch.zeros(2, num_slots, dtype=torch.float64, device=device)  # temperature, top_p
+        self._knobs = torch.zeros(4, num_slots, dtype=torch.float64, device=device)  # temperature, limits
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
         self._captured: dict[StepKind, CapturedStep] = {}
         self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which sequences are dense
-        self._known_knobs: list[tuple[float, float]] = []  # on the device
+        self._known_knobs: list[tuple[float, ...]] = []  # on the device
 
     @property
     def num_slots(self) -> int:
@@ -217,7 +217,7 @@ class Slots:
         else:
             torch.index_select(torch.cat([drafted, fed[2]]), 0, fed[3], out=self.tokens)
         self._noise = fed[4:]
-        knobs = [(feed.sampling.temperature, feed.sampling.top_p) for feed in feeds]
+        knobs: list[tuple[float, ...]] = [(feed.sampling.temperature, *feed.sampling.limits) for feed in feeds]
         if knobs != self._known_knobs:
             self._knobs.copy_(uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
             self._known_knobs = knobs
@@ -276,11 +276,11 @@ class Slots:
         logits = self._step(self.tokens, self._angles, self.batch, self.layers, written, kind.mode, watched=queries)
         if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
-        temperature, top_p = self._knobs
+        temperature, limits = self._knobs[0], self._knobs[1:]
         if kind.choice == "greedy":
             best, tokens = likeliest(logits)
         else:
-            tokens, best = draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None)
+            tokens, best = draw(logits, temperature, self._drawn, limits if kind.choice == "nucleus" else None)
         self.tokens.copy_(tokens)
         self._best.copy_(best)
         return logits if kind.keeps_logits else None
