@@ -10,6 +10,7 @@ from kvsift.server.schemas import ChatRequest, CompletionRequest, ignored_fields
 from kvsift.server.tool_calls import PLAIN, Dialect
 
 CONTENT = "the content of a message is text"
+JSON_OBJECT = {"type": "json_object"}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -49,6 +50,33 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
     assert set(ignored_fields(request)) <= {"store", "min_tokens"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": JSON_OBJECT}, "json_schema", '{"type": "object"}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}},
+         "json_schema", '{"const": 1}'),
+        ({"structured_outputs": {"json": {"const": 1}}}, "json_schema", '{"const": 1}'),
+        ({"structured_outputs": {"json": '{"const":1}'}}, "json_schema", '{"const":1}'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+        ({"response_format": JSON_OBJECT, "tools": [TOOL], "tool_choice": "none"}, "json_schema", '{"type": "object"}'),
+    ],
+)  # fmt: skip
+def test_what_an_answer_must_be_is_given_as_openai_and_vllm_do(fields: dict, kind: str, text: str) -> None:
+    request = chat(**fields)
+    assert request.grammar == {"kind": kind, "text": text}
+    assert not list(ignored_fields(request))
+
+
+def test_sampling_has_what_was_given() -> None:
+    given = {"temperature": 0.5, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "min_p": 0.1}
+    assert chat(**given, top_k=-1).sampling == {**given, "top_k": 0}
+    assert chat(logit_bias={"7": -100}, top_k=3).sampling == {"logit_bias": [[7, -100.0]], "top_k": 3}
+
+
 def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
     said = {"role": "assistant", "refusal": None, "annotations": [], "tool_calls": [call]}
@@ -86,8 +114,16 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "valid"),
         ({"messages": [{**CALLED, "role": "user", "content": ""}]}, "messages.0", "are those of an assistant"),
         ({"messages": [{**CALLED, "tool_calls": [BAD_CALL]}]}, "messages.0.tool_calls", "arguments of the call of 'f'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema="),
+        ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or 'json_schema'"),
+        ({"structured_outputs": {}}, "structured_outputs", "must have one of json, json_object, regex, choice"),
+        ({"structured_outputs": {"regexp": "a"}}, "regexp", "did you mean 'regex'"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": JSON_OBJECT}, None, "give one of them"),
+        ({"response_format": JSON_OBJECT, "tools": [TOOL]}, None, "give tool_choice='none'"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"a": 3}}, "logit_bias", "pattern"),
+        ({"logit_bias": {"3": 101}}, "logit_bias", "less than or equal to 100"),
+        ({"min_p": 2}, "min_p", "less than or equal to 1"),
         ({"n": 17, "temperature": 1}, "n", "less than or equal to 16"),
         ({"n": 2}, None, "n=2 greedy answers are the same one"),
         ({"temperature": "hot"}, "temperature", "valid number"),

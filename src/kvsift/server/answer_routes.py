@@ -179,14 +179,13 @@ def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Superv
     document = prompt.get("document")
     if document is not None:
         supervisor.documents.get(document, owner).check_readable()
-    sampling = {"temperature": body.temperature or 0.0, "top_p": 1.0 if body.top_p is None else body.top_p}
     finds_calls = isinstance(body, ChatRequest) and bool(body.used_tools)
     request = AnswerRequest(
         **prompt,
         num_samples=body.samples,
         plan=supervisor.plans.index(body.plan.plan),
         min_recovery=body.plan.min_recovery,
-        sampling={**sampling, "seed": secrets.randbits(48) if body.seed is None else body.seed},
+        sampling={**body.sampling, "seed": secrets.randbits(48) if body.seed is None else body.seed},
         options={
             "stop": body.stops,
             "stop_token_ids": body.stop_token_ids,
@@ -195,6 +194,7 @@ def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Superv
             "logprobs": body.num_logprobs,
             "passages": bool(body.plan.passages),
             "exact": bool(body.plan.exact),
+            "grammar": body.grammar,
         },
         ignore_eos=bool(body.ignore_eos),
         client=client if salt else _digest(client, body.end_user),

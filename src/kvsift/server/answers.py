@@ -24,6 +24,8 @@ def parser_of(request: AnyRequest, dialect: Dialect, job: ServerJob) -> AnswerPa
         return AnswerParser(PLAIN)
     names = [tool.function.name for tool in request.used_tools]
     most = 1 if request.parallel_tool_calls is False else None
+    if request.grammar is not None and not request.required_tools:
+        return AnswerParser(PLAIN)
     if request.required_tools:  # the grammar of the request has no reasoning
         return AnswerParser(PLAIN, "json", names, most_calls=most)
     return AnswerParser(dialect, dialect.tools if names else None, names, job.begins_reasoning, most)

@@ -25,8 +25,9 @@ class AnswerRequest:
         max_tokens: most tokens of each answer; None: what is usual in a chat.
         plan: index of a plan of the server.
         min_recovery: guard of that plan, if another one is wanted.
-        sampling: keywords of ``Sampling``. The seed is among them, so that an answer can go on after a crash.
-        options: other keywords of ``GenerateOptions``.
+        sampling: keywords of ``Sampling``, logit_bias as pairs. The seed is among them, so that an answer can go on
+            after a crash.
+        options: other keywords of ``GenerateOptions``, of the grammar its fields.
         ignore_eos: answers do not end at the end of the text.
         client: whom its share of the engine is counted for.
         salt: prompts of other salts share no prefix with its prompts.

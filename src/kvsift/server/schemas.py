@@ -66,6 +66,57 @@ class StreamOptions(Body):
     include_obfuscation: neutral(False) = None  # type: ignore[valid-type]
 
 
+class NamedSchema(Body):
+    """A JSON schema of an answer."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    definition: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the text of an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> ResponseFormat:
+        """Refuse a type without its schema, and a schema of another type."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('needs json_schema={"schema": ...} with type="json_schema", and with that alone')
+        return self
+
+
+class StructuredOutputs(Strict):
+    """What the text of an answer is; as of vLLM."""
+
+    json_schema: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = Field(None, description="Of the whole answer, in the syntax of Rust's regex.")
+    choice: list[str] | None = Field(None, min_length=1, max_length=1000)
+    grammar: str | None = Field(None, description="In the syntax of Lark, or of llama.cpp (GBNF).")
+
+    @model_validator(mode="after")
+    def check_one(self) -> StructuredOutputs:
+        """Refuse several, and none."""
+        given = [self.json_schema is not None, self.json_object, self.regex, self.choice, self.grammar]
+        if sum(map(bool, given)) != 1:
+            raise ValueError("must have one of json, json_object, regex, choice and grammar")
+        return self
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of a ``Grammar``."""
+        if self.choice is not None:
+            return {"kind": "choice", "text": json.dumps(self.choice)}
+        if self.regex is not None:
+            return {"kind": "regex", "text": self.regex}
+        if self.grammar is not None:
+            return {"kind": "grammar", "text": self.grammar}
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema
+        return {"kind": "json_schema", "text": schema if isinstance(schema, str) else json.dumps(schema)}
+
+
 class Sparsity(Strict):
     """The plan of one request."""
 
@@ -76,6 +127,9 @@ class Sparsity(Strict):
 
 
 Stop = Annotated[str, Field(max_length=256)]
+
+
+TokenName = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 
 
 class TextRequest(Body):
@@ -102,13 +156,34 @@ class TextRequest(Body):
     prompt_cache_key: str | None = Field(
         None, max_length=1024, description="Prompts share what was read with those of the same key alone."
     )
-    frequency_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
-    presence_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
-    repetition_penalty: neutral(1, 1.0) = None  # type: ignore[valid-type]
-    logit_bias: neutral({}) = None  # type: ignore[valid-type]
-    top_k: neutral(-1, 0) = None  # type: ignore[valid-type]
-    min_p: neutral(0, 0.0) = None  # type: ignore[valid-type]
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    top_k: int | None = Field(None, ge=-1, description="-1 and 0: all.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the end of the text, for load tests.")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of a ``Sampling``, but the seed; those that are left out have its defaults."""
+        names = "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given["logit_bias"] = self.logit_bias and [[int(token), bias] for token, bias in self.logit_bias.items()]
+        given["top_k"] = None if self.top_k is None else max(self.top_k, 0)
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def grammar(self) -> dict[str, str] | None:
+        """Fields of the ``Grammar`` of the answer; None: any text is one."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.fields()
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        named = self.response_format.json_schema
+        return {"kind": "json_schema", "text": json.dumps({"type": "object"} if named is None else named.definition)}
 
     @property
     def samples(self) -> int:
@@ -151,6 +226,8 @@ class TextRequest(Body):
             raise ValueError("stream_options need stream=true")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats and not self.wants_usage:
             raise ValueError("stream_options.continuous_usage_stats needs include_usage=true")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("response_format and structured_outputs both say what the answer is; give one of them")
         if self.plan.passages:
             self._check_passages()
             if self.plan.exact:
@@ -329,7 +406,6 @@ class ChatRequest(TextRequest):
     parallel_tool_calls: bool | None = None
     functions: neutral([]) = None  # type: ignore[valid-type]
     function_call: neutral("none", "auto") = None  # type: ignore[valid-type]
-    response_format: neutral({"type": "text"}) = None  # type: ignore[valid-type]
     modalities: neutral(["text"]) = None  # type: ignore[valid-type]
     audio: neutral() = None  # type: ignore[valid-type]
     web_search_options: neutral() = None  # type: ignore[valid-type]
@@ -364,9 +440,30 @@ class ChatRequest(TextRequest):
             raise ValueError("tools are a field of their own, not one of chat_template_kwargs")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             raise ValueError("tool_choice asks for a call, and tools have no such function")
-        if self.required_tools:
-            raise ValueError("tool_choice must be 'auto' or 'none': this server does not force calls")
+        if self.used_tools and super().grammar is not None:
+            raise ValueError(
+                "tools and a format of the answer exclude each other; leave one of them out, or give tool_choice='none'"
+            )
         return self
+
+    @property
+    def grammar(self) -> dict[str, str] | None:
+        """As of other requests; calls that are required are a JSON list."""
+        if not self.required_tools:
+            return super().grammar
+        calls = [
+            {"type": "object",
+             "properties": {"name": {"const": tool.function.name},
+                            "arguments": {"$id": f"tool:{number}", **(tool.function.parameters or {"type": "object"})}},
+             "required": ["name", "arguments"], "additionalProperties": False}
+            for number, tool in enumerate(self.required_tools)
+        ]  # fmt: skip
+        is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice)
+        most = {"maxItems": 1} if is_one else {}
+        return {
+            "kind": "json_schema",
+            "text": json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}),
+        }
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of an ``AnswerRequest`` that have the prompt and its limit."""
@@ -535,7 +632,8 @@ def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
         text = 'the content of a message is text, or a list of {"type": "text", "text": ...}; no other parts are taken.'
         return ApiError(400, text, "invalid_value", ".".join(names[:3]))
     if first["type"] == "extra_forbidden":
-        text = str(unknown("field", names[-1][:80], (Sparsity if len(names) > 1 else schema).model_fields))
+        known = schema if len(names) == 1 else StructuredOutputs if names[0] == "structured_outputs" else Sparsity
+        text = str(unknown("field", names[-1][:80], known.model_fields))
         return ApiError(400, text, "unknown_parameter", names[-1][:80])
     param = names[0] if names else None
     if param in ("messages", "tools"):

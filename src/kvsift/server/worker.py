@@ -40,6 +40,7 @@ from kvsift.server.frames import AnswerRequest
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.replies import Reply, usage_of
 from kvsift.server.tool_calls import Dialect
+from kvsift.tokenization.grammar import Grammar
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, require_text
 
@@ -245,12 +246,13 @@ class Worker:
         """The sequences of a request, one for each prompt and sample; those that ended before a restart are left
         out."""
         llm, started, is_chat = self._llm, perf_counter(), bool(request.messages)
-        options = GenerateOptions(**request.options)
+        grammar, bias = request.options.get("grammar"), request.sampling.get("logit_bias", ())
+        options = GenerateOptions(**{**request.options, "grammar": grammar and Grammar(**grammar)})
         plan = self._plan(request)
         if options.exact and request.min_recovery is None:
             plan = llm.plans.verified(plan)
         check_exact(llm, plan, options.exact)
-        seqs, sampling = list[OpenSequence](), Sampling(**request.sampling)
+        seqs, sampling = list[OpenSequence](), Sampling(**{**request.sampling, "logit_bias": dict(bias)})
         offsets = None
         if options.passages:
             text, _ = self._document(request)
@@ -272,7 +274,7 @@ class Worker:
                 salt=request.salt, asked=plan,
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
-            reply = Reply(of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat)
+            reply = Reply(of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat and grammar is None)
             seqs.append(OpenSequence(message["id"], index, sequence_of(llm, reply), reply, started))
         return seqs
 
