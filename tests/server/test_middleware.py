@@ -50,5 +50,6 @@ def test_keys_of_a_file_with_a_mark_and_any_letters_let_in(tmp_path: Path) -> No
     settings = ServerSettings(keys=read_keys(file, {}))
     keys = "first", "schlüssel#1", "x", "# of Anna", "#x", "#"
     asked = [("GET", "/v1/models", {"authorization": f"Bearer {key}".encode()}) for key in keys]
+    asked += [("GET", "/v1/models", {"x-api-key": key.encode()}) for key in keys]  # of Anthropic's client
     statuses = [response.status_code for response in answers(settings, *asked)]
-    assert statuses == [503, 503, 401, 401, 401, 401]  # nothing is loaded
+    assert statuses == [503, 503, 401, 401, 401, 401] * 2  # nothing is loaded

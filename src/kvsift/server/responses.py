@@ -33,6 +33,7 @@ class ErrorDetails(ResponseBody):
 class Error(ResponseBody):
     """The error of any request; in a stream it is an event."""
 
+    type: NotRequired[Annotated[Literal["error"], Field(description="In Anthropic's form.")]]
     error: ErrorDetails
 
 

@@ -15,10 +15,11 @@ from uuid import uuid4
 
 import regex
 
+SPACE = r"\s{0,99}+"
 OBJECT = (
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?'
-    r'"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-)
+    r'\{_(?:"type"_:_"function"_,_)?(?:"function"_:_\{_)?'
+    r'"name"_:_"(?P<name>[^"\\]{1,64})"_,_"(?:arguments|parameters)"_:_'
+).replace("_", SPACE)
 BARE = r"\A\s*(?:```(?:json)?\s*)?(?=[\[{])"  # the whole answer is calls
 NEVER = r"(?!)"
 CHANNEL = r"(?:<\|start\|>assistant)?<\|channel\|>"
