@@ -13,6 +13,7 @@ from kvsift.server.answers import event, finish_of, parser_of, usage
 from kvsift.server.jobs import ServerJob
 from kvsift.server.schemas import (
     FIRST_ERROR,
+    MOST_MESSAGES,
     MOST_TOKENS,
     MOST_TOOLS,
     Body,
@@ -102,7 +103,7 @@ class MessagesRequest(Body):
     """Body of POST /v1/messages, and of /v1/messages/count_tokens."""
 
     model: str | None = Field(None, max_length=400)
-    messages: Annotated[list[AnthropicMessage], FIRST_ERROR] = Field(min_length=1, max_length=256)
+    messages: Annotated[list[AnthropicMessage], FIRST_ERROR] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: Content | None = None
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     stream: bool | None = None

@@ -23,6 +23,7 @@ MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its 
 MOST_PARTS = 100_000  # objects and lists of a body
 FIRST_ERROR = Field(fail_fast=True)  # of a list
 MOST_TOOLS = 128
+MOST_MESSAGES = 2048  # agents need many
 MISSPELLED = 0.8  # similarity (difflib) to a known field
 NOT_HERE = {  # fields of other servers, without which answers would be others
     "allowed_token_ids", "bad_words", "background", "conversation", "guided_choice", "guided_grammar", "guided_json",
@@ -396,7 +397,7 @@ TemplateVariables = dict[str, bool | int | float | str | None]
 class ChatRequest(TextRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=256, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     document: str | None = Field(None, max_length=80, description="Id of a document, before the first message.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
@@ -507,7 +508,7 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, max_length=400)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=256, fail_fast=True)
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     tools: Annotated[list[Tool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: bool | None = Field(None, description="Those that the tokenizer adds to a prompt.")
