@@ -28,8 +28,6 @@ TEXT, JSON = "{{ m.content or '' }}", "c.function.arguments | tojson"
 TEMPLATES = {
     "objects": HEAD + REST % (TEXT, JSON),
     "text": HEAD + REST % (TEXT, "'' + c.function.arguments"),
-    "no content": HEAD + REST % ("{% if m.role == 'assistant' and m.content is defined %}{{ raise_exception('!') }}"
-                                 "{% endif %}" + TEXT, JSON),
     "result as JSON": HEAD + REST % ("{{ m.content | tojson if m.role == 'tool' else m.content }}", JSON),
 }  # fmt: skip
 

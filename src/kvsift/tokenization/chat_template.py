@@ -3,7 +3,7 @@
 Most templates read the content of a message as text; some read it as a list of parts
 (``[{"type": "text", "text": ...}]``) and write nothing of a text. Which form a template reads, role by role, is
 found by rendering messages whose contents are markers. In the same way it is found how a template reads the calls of
-tools in messages of the assistant: with arguments as an object or as text, and with empty or no content.
+tools in messages of the assistant: with arguments as an object or as text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvsift.errors import InvalidValue, UnsupportedPrompt
 
@@ -24,23 +25,13 @@ DUMPED = "'text': '", '"text": "'
 RESERVED = {"messages", "documents", "bos_token", "eos_token", "add_generation_prompt"}  # of templates
 
 
-class CallForm(NamedTuple):
-    """How a template reads messages with calls of tools."""
-
-    empty: str | None  # content; transformers leaves out None
-    is_text: bool  # of arguments
-
-
-CALL_FORMS = [CallForm(empty, is_text) for is_text in (False, True) for empty in ("", None)]
-
-
 class ChatTemplate:
     """The chat template of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._in_parts = lru_cache(MOST_KNOWN)(self._find_parts)
-        self._call_form = lru_cache(MOST_KNOWN)(self._find_call_form)
+        self._reads_text = lru_cache(MOST_KNOWN)(self._find_arguments)
 
     def render(
         self, messages: Sequence[Message], continues: bool = False, variables: Mapping[str, Any] | None = None
@@ -59,8 +50,8 @@ class ChatTemplate:
         self._check_variables(template, variables or {})
         calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
         in_parts = None if calls or "tool" in roles else self._in_parts(template, roles)
-        if calls:
-            messages = _with_calls(messages, self._call_form(template))
+        if calls and self._reads_text(template):
+            messages = _with_arguments_as_text(messages)
         try:
             text = self._rendered(messages, in_parts or (), continues, variables)
         except Exception as error:  # templates raise any exception
@@ -84,11 +75,11 @@ class ChatTemplate:
                     "chat_template_kwargs."
                 )
 
-    def _find_call_form(self, template: str) -> CallForm:
-        """The first form in which a call reaches the prompt.
+    def _find_arguments(self, template: str) -> bool:
+        """Whether the template reads arguments of calls as text.
 
         Raises:
-            InputError: if none does.
+            InputError: if calls reach the prompt in neither form.
         """
         name, value = f"{MARKER}name", f"{MARKER}value"
         calls = [{"id": "kvsiftid1", "type": "function", "function": {"name": name, "arguments": {"x": value}}}]
@@ -97,13 +88,11 @@ class ChatTemplate:
             {"role": "assistant", "content": "", "tool_calls": calls},
             {"role": "tool", "content": "!", "name": name, "tool_call_id": "kvsiftid1"},
         ]
-        for form in CALL_FORMS:
-            try:
-                text = self._rendered(_with_calls(messages, form), ())
-            except Exception:
-                continue
-            if name in text and value in text:
-                return form
+        for is_text, given in ((False, messages), (True, _with_arguments_as_text(messages))):
+            with suppress(Exception):  # templates raise any exception
+                text = self._rendered(given, ())
+                if name in text and value in text:
+                    return is_text
         raise _no_tools("the calls of tools in messages of the assistant")
 
     def _find_parts(self, template: str, roles: Sequence[str]) -> frozenset[str] | None:
@@ -148,18 +137,13 @@ class ChatTemplate:
         return text
 
 
-def _with_calls(messages: Sequence[Message], form: CallForm) -> list[Message]:
-    """Messages as a template reads their calls."""
-
+def _with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        arguments = call["function"]["arguments"]
-        text = json.dumps(arguments, ensure_ascii=False) if form.is_text else arguments
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return {**call, "function": {**call["function"], "arguments": text}}
 
     return [
-        {**message, "content": message["content"] or form.empty, "tool_calls": [*map(written, message["tool_calls"])]}
-        if message.get("tool_calls")
-        else message
+        {**message, "tool_calls": [*map(written, message["tool_calls"])]} if message.get("tool_calls") else message
         for message in messages
     ]
 
