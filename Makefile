@@ -99,10 +99,11 @@ $(PROTOCOL)/installed: tests/protocol/package.json
 	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
+CLIENTS := anthropic haystack-ai instructor litellm llama-index-llms-openai-like openai-agents pydantic-ai-slim[openai]
 $(AGENTS)/installed:
 	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/python -m pip install --quiet anthropic haystack-ai instructor litellm \
-	  llama-index-llms-openai-like openai-agents "pydantic-ai-slim[openai]"
+	@# one by one: for all of them at once pip tries versions for more than a quarter of an hour
+	for client in $(CLIENTS); do $(AGENTS)/bin/python -m pip install --quiet "$$client" || exit 1; done
 	@touch $@
 
 $(COMPAT)/installed: $(VENV)/installed-dev

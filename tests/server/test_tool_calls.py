@@ -11,6 +11,7 @@ from kvsift.server.tool_calls import FORMATS, PLAIN, AnswerBlock, AnswerParser, 
 ARGUMENTS = '{"a": "}\\"", "b": [1, {}]}'
 CALL = f'{{"name": "f", "arguments": {ARGUMENTS}}}'
 HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
+NAMES = {"f": {"a": {"type": "string"}, "b": {"type": "array"}}, "g": {}}
 THINK, CHANNELS = Dialect(reasoning=0), Dialect(reasoning=3)
 F, G = AnswerBlock("call", ARGUMENTS, "f"), AnswerBlock("call", "{}", "g")
 
@@ -19,7 +20,7 @@ def parsed(text: str, tools: str | None, dialect: Dialect = PLAIN, **options: ob
     """The blocks of an answer, which are the same whatever its pieces are."""
     found = list[list[AnswerBlock]]()
     for num_characters in (1, 3, 7, 1000):
-        parser = AnswerParser(dialect, tools, ("f", "g"), **options)  # type: ignore[arg-type]
+        parser = AnswerParser(dialect, tools, NAMES, **options)  # type: ignore[arg-type]
         starts = range(0, len(text), num_characters)
         parts = [each for start in starts for each in parser.feed(text[start : start + num_characters], False)]
         found.append(blocks(parts + parser.feed("", True)))
@@ -33,6 +34,14 @@ def said(text: str) -> AnswerBlock:
 
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+XML = (
+    '<tool_call>\n<function=f>\n<parameter=a>\n}"\n</parameter>\n<parameter=b>\n[1, {}]\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+GLM = (
+    '<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>}"</arg_value>\n<arg_key>b</arg_key>\n'
+    "<arg_value>[1, {}]</arg_value>\n</tool_call>"
+)
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
@@ -55,6 +64,8 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>"
             ),
             [said("Hm."), F, G],
         ),
+        ("qwen3-coder", f"Sure.\n{XML}\n<tool_call>\n<function=g>\n</function>\n</tool_call>", [said("Sure."), F, G]),
+        ("glm", f"{GLM}\n<tool_call>g\n</tool_call>", [F, G]),
         ("deepseek", DEEPSEEK.format(f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"), [F]),
     ],
 )  # fmt: skip
@@ -152,7 +163,9 @@ def test_calls_follow_reasoning() -> None:
     [
         ("{% if tools %}<tool_call>{{ tools }}</think>{% if enable_thinking %}",
          Dialect(True, "hermes", 0, ["enable_thinking"])),
-        ("{% if tools %}<tool_call>\n<function=x>... within <tool_call></tool_call>", Dialect(True)),
+        ("{% if tools %}<tool_call>\n<function=x>... within <tool_call></tool_call>", Dialect(True, "qwen3-coder")),
+        ("{% if tools %}<tool_call>{{ name }}<arg_key>", Dialect(True, "glm")),
+        ("{% if tools %}<use_mcp_tool>", Dialect(True)),
         ("{% if tools %}{{ 'Environment: ipython' }}", Dialect(True, "llama3")),
         ("{% if tools %}[TOOL_CALLS]", Dialect(True, "mistral")),
         ("{% if tools %}<｜tool▁calls▁begin｜></think>", Dialect(True, "deepseek", 0)),

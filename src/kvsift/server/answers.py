@@ -22,12 +22,10 @@ def parser_of(request: AnyRequest, dialect: Dialect, job: ServerJob) -> AnswerPa
     """Return a parser for one answer to a request."""
     if not isinstance(request, ChatRequest):
         return AnswerParser(PLAIN)
-    names = [tool.function.name for tool in request.used_tools]
+    names = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in request.used_tools}
     most = 1 if request.parallel_tool_calls is False else None
-    if request.grammar is not None and not request.required_tools:
-        return AnswerParser(PLAIN)
-    if request.required_tools:  # the grammar of the request has no reasoning
-        return AnswerParser(PLAIN, "json", names, most_calls=most)
+    if request.grammar is not None:  # in which there is no reasoning; required calls are JSON
+        return AnswerParser(PLAIN, "json" if request.required_tools else None, names, most_calls=most)
     return AnswerParser(dialect, dialect.tools if names else None, names, job.begins_reasoning, most)
 
 

@@ -7,9 +7,11 @@ them. The text is searched as it comes; of its end, what may still become a matc
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -34,6 +36,7 @@ class ToolFormat:
         begin, end: begins calls anywhere in the text, and ends them; those without an end go on to the end of the text.
         header: stands before the arguments of a call, with its name.
         is_bare: an answer that begins as JSON is calls, too, if it names a tool.
+        pairs: finds the names and values of arguments that are no JSON but elements, up to ``close``.
         noise: is no part of the text.
     """
 
@@ -42,6 +45,8 @@ class ToolFormat:
     header: str = OBJECT
     end: str = NEVER
     is_bare: bool = False
+    pairs: str | None = None
+    close: str = NEVER
     noise: str = NEVER
 
 
@@ -65,9 +70,25 @@ FORMATS = {
         noise=CHANNEL + r"\w+(?:\s*<\|constrain\|>\w+)?<\|message\|>|<\|(?:end|return|call)\|>",
     ),
     "hermes": ToolFormat(
-        r"\A(?!.*<(?:function=|arg_key>)).*<\|?tool_call\|?>",  # Qwen, Hermes, Granite, Phi; those of XML are others
+        r"\A(?!.*<(?:function=|arg_key>)).*<\|?tool_call\|?>",  # Qwen, Hermes, Granite, Phi
         begin=r"<\|?tool_call\|?>",
         end=r"<\|?/tool_call\|?>",
+    ),
+    "qwen3-coder": ToolFormat(
+        r"<function=",
+        begin=r"<tool_call>",
+        header=r"<function=(?P<name>[^>\n]{1,64})>",
+        end=r"</tool_call>",
+        pairs=r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>",
+        close=r"</function>",
+    ),
+    "glm": ToolFormat(
+        r"<arg_key>",
+        begin=r"<tool_call>",
+        header=r"(?P<name>[\w.-]{1,64}+)\s{0,9}(?=<)",
+        end=r"</tool_call>",
+        pairs=r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+        close=r"(?=</tool_call>)",
     ),
     "llama3": ToolFormat(r"<\|python_tag\|>|ipython", begin=r"<\|python_tag\|>", is_bare=True),
     "json": ToolFormat(NEVER, is_bare=True),
@@ -114,6 +135,7 @@ class Dialect:
 
 
 PLAIN = Dialect()
+NO_NAMES: Mapping[str, Any] = MappingProxyType({})
 
 
 class AnswerPart(NamedTuple):
@@ -169,7 +191,7 @@ class AnswerParser:
     Args:
         dialect: delimiters of reasoning.
         tools: format of calls; None: none are looked for.
-        names: names of the tools.
+        names: names of the tools, and the properties of their parameters.
         begins_reasoning: the answer begins with reasoning.
         most_calls: further calls are dropped.
 
@@ -178,14 +200,15 @@ class AnswerParser:
     """
 
     def __init__(
-        self, dialect: Dialect, tools: str | None = None, names: Collection[str] = (), begins_reasoning: bool = False,
-        most_calls: int | None = None,
+        self, dialect: Dialect, tools: str | None = None, names: Mapping[str, Any] = NO_NAMES,
+        begins_reasoning: bool = False, most_calls: int | None = None,
     ) -> None:  # fmt: skip
         self._dialect, self._tools, self._names, self._most_calls = dialect, tools, names, most_calls
         self._state = "reasoning" if begins_reasoning else "content"
         self._rest = ""  # what was not understood yet
         self._opened: tuple[str, str] | None = None  # what began calls, and what followed until the first one
         self._kind, self._space, self._is_first = "", "", True  # of the last text, and white space after it
+        self._name = ""  # of the last call
         self._value = JsonValue()
         self.num_calls = 0
 
@@ -254,8 +277,9 @@ class AnswerParser:
         if self.num_calls == self._most_calls:
             self._state = "surplus"
             return
-        self._state, self._value = "arguments", JsonValue()
-        self._kind, self._space, self._is_first = "call", "", False
+        assert self._tools is not None
+        self._state, self._value = "arguments" if FORMATS[self._tools].pairs is None else "pairs", JsonValue()
+        self._kind, self._space, self._is_first, self._name = "call", "", False, name
         self.num_calls += 1
         yield AnswerPart("call", name)
 
@@ -286,9 +310,31 @@ class AnswerParser:
         if self._value.is_ended or is_end:
             self._state = "calls"
 
+    def _read_pairs(self, is_end: bool) -> Iterator[AnswerPart]:
+        assert self._tools is not None
+        form = FORMATS[self._tools]
+        found = regex.search(form.close, self._rest)
+        if found is None and not is_end:
+            return
+        stop, end = (len(self._rest),) * 2 if found is None else found.span()
+        pairs = regex.findall(form.pairs, self._rest[:stop], regex.DOTALL)
+        self._state, self._rest = "calls", self._rest[end:]
+        properties = self._names.get(self._name)
+        arguments = {name: _typed(value, properties, name) for name, value in pairs}
+        yield AnswerPart("arguments", json.dumps(arguments, ensure_ascii=False))
+
     def _read_surplus(self, is_end: bool) -> Iterator[AnswerPart]:
         self._rest = ""
         yield from ()
+
+
+def _typed(value: str, properties: Any, name: str) -> Any:
+    """An argument as JSON, unless the properties of a tool say that it is a text."""
+    given = properties.get(name) if isinstance(properties, dict) else None
+    if not (isinstance(given, dict) and given.get("type") == "string"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 class JsonValue:
