@@ -86,7 +86,7 @@ def add_answer_routes(app: FastAPI, supervisor: Supervisor, is_strict: bool) -> 
         if len(unknown) == MOST_UNKNOWN:
             raise ApiError(400, f"the body has {MOST_UNKNOWN} or more unknown fields.", "unknown_parameter")
         names = [*dict.fromkeys(unknown)][:MOST_NAMES]
-        request.state.ignored = ", ".join(json.dumps(name)[1:-1] for name in names)
+        request.state.ignored = names
         for name in names:
             if name not in logged and len(logged) < MOST_NAMES:
                 logged.add(name)
@@ -95,7 +95,10 @@ def add_answer_routes(app: FastAPI, supervisor: Supervisor, is_strict: bool) -> 
 
     async def answer(request: Request, body: AnyRequest, form: Form) -> Response:
         job = supervisor.submit(_answer_request(body, request.scope["owner"], supervisor))
-        headers = {IGNORED: request.state.ignored} if request.state.ignored else {}
+        names = request.state.ignored
+        if isinstance(body, ChatRequest) and body.reasoning_effort and not supervisor.dialect.variables:
+            names += ["reasoning_effort"]  # the chat template does not read it
+        headers = {IGNORED: ", ".join(json.dumps(name)[1:-1] for name in names)} if names else {}
         is_streaming = False
         try:
             await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
