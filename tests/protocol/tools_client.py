@@ -1,7 +1,8 @@
 """What clients for agents make of a server: tools_client.py URL CLIENT prints what it was told in the end.
 
 Every client offers a tool, ``weather``, is told to call it for Paris, and sends back the result; it is answered then
-with "The result of weather is rain in Paris." (``server/fake_worker.py``).
+with "The result of weather is rain in Paris." (``server/fake_worker.py``). Those of a name with structured, json or
+schema, and Instructor, ask for a place, which is Paris.
 """
 
 from __future__ import annotations
@@ -92,6 +93,36 @@ def pydantic_ai(kind: str = "OpenAIChatModel") -> str:
 
 def pydantic_ai_responses() -> str:
     return pydantic_ai("OpenAIResponsesModel")
+
+
+def instructor(mode: str = "TOOLS") -> str:
+    import instructor
+    from openai import OpenAI
+    from pydantic import create_model
+
+    client = instructor.from_openai(OpenAI(**BASE), mode=getattr(instructor.Mode, mode))
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_retries": 0}
+    return client.chat.completions.create(**asked, response_model=create_model("Place", city=str)).city
+
+
+def instructor_json() -> str:
+    return instructor("JSON")
+
+
+def instructor_schema() -> str:
+    return instructor("JSON_SCHEMA")
+
+
+def langchain_structured(method: str = "function_calling") -> str:
+    from langchain_openai import ChatOpenAI
+    from pydantic import create_model
+
+    model = ChatOpenAI(model="tiny", **BASE)
+    return model.with_structured_output(create_model("Place", city=str), method=method).invoke(QUESTION).city
+
+
+def langchain_schema() -> str:
+    return langchain_structured("json_schema")
 
 
 def haystack() -> str:

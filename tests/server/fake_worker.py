@@ -25,24 +25,26 @@ USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density":
 DIALECT = {"has_tools": True, "tools": "hermes", "reasoning": 0, "variables": ["enable_thinking"]}
 
 
-def scripted(messages: list, variables: dict) -> str:
-    """The answer in a chat."""
+def scripted(messages: list, variables: dict, is_forced: bool) -> str:
+    """The answer in a chat. Under a grammar it is JSON: calls, if there are tools."""
     content = messages[-1]["content"]
+    if is_forced:
+        return json.dumps([call(variables["tools"][0]["function"])] if "tools" in variables else {"city": "Paris"})
     if content.startswith("say "):
         return content.removeprefix("say ")
     if messages[-1]["role"] == "tool":
         return f"The result of {messages[-1]['name']} is {content}."
     if "tools" not in variables:
         return f"<think>\nWho is it?\n</think>\n\nHello, {len(messages)}."
-    return f"<think>\nI need it.\n</think>\n\n{call(variables['tools'][0]['function'])}"
+    called = json.dumps(call(variables["tools"][0]["function"]))
+    return f"<think>\nI need it.\n</think>\n\n<tool_call>\n{called}\n</tool_call>"
 
 
-def call(function: dict) -> str:
+def call(function: dict) -> dict:
     """A call with Paris for every text, and 7 for other values."""
     properties = function["parameters"].get("properties", {})
     arguments = {name: "Paris" if each.get("type") == "string" else 7 for name, each in properties.items()}
-    body = json.dumps({"name": function["name"], "arguments": arguments})
-    return f"<tool_call>\n{body}\n</tool_call>"
+    return {"name": function["name"], "arguments": arguments}
 
 
 def pieces(text: str, num_characters: int = 3) -> list:
@@ -85,7 +87,8 @@ def main() -> None:
             accepted = {"op": "accepted", "id": key, "prompt_tokens": [4], "begins_reasoning": False}
             connection.sendall(frames.pack(accepted))
             for index in range(message["request"]["num_samples"]):
-                tokens = pieces(scripted(messages, message["request"]["variables"]))
+                is_forced = message["request"]["options"].get("grammar") is not None
+                tokens = pieces(scripted(messages, message["request"]["variables"], is_forced))
                 is_cut = len(tokens) > (most := message["request"]["max_tokens"] or 1000)
                 for token in tokens[:most]:
                     new = {"id": key, "index": index, "prefilled": 4, "tokens": [token]}

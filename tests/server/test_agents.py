@@ -98,6 +98,23 @@ def test_without_a_choice_no_tool_is_shown(official: openai.OpenAI) -> None:
     assert choice.message.model_extra == {"reasoning_content": "Who is it?"}
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_forced_is_found_in_json(choice: Any, official: openai.OpenAI, client: httpx.Client) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": [TOOL], "tool_choice": choice}
+    [answer] = official.chat.completions.create(**body).choices
+    [call] = answer.message.tool_calls
+    assert (answer.finish_reason, answer.message.content, call.function.name) == ("tool_calls", None, "weather")
+    with official.chat.completions.stream(**body) as stream:
+        assert stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments == json.dumps(
+            ARGUMENTS
+        )
+    tool = {**WEATHER, "input_schema": SCHEMA}
+    found = post(client, "/v1/messages", {"messages": ASKED, "tools": [tool], "tool_choice": {"type": "any"}})
+    assert found["content"][0]["input"] == ARGUMENTS
+    text = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}
+    assert official.responses.create(model="tiny", input="?", text=text).output_text == '{"city": "Paris"}'
+
+
 def test_calls_are_one_if_they_must_not_be_parallel(official: openai.OpenAI) -> None:
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": f"say {call}{call}"}]}
