@@ -79,3 +79,10 @@ def test_the_text_may_go_to_a_file_and_come_from_stdin(
     assert Path("text.txt").read_text() == expected
     generate("--prompt-file", text, "--out", "text.json", "--json")
     assert json.loads(Path("text.json").read_text())["text"] == expected
+
+
+def test_the_text_is_json_under_a_schema(generate: Run, text: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": [12, {"a": null}]}')
+    outcome = generate("--prompt-file", text, "--schema", schema, "--json", "--max-new-tokens", 20)
+    assert json.loads(outcome.document["text"]) in (12, {"a": None})

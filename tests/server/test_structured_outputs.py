@@ -12,6 +12,13 @@ import pytest
 from pydantic import BaseModel, Field
 from server.serving import Served, events
 
+import kvsift
+from kvsift.server.answers import parser_of
+from kvsift.server.frames import AnswerRequest
+from kvsift.server.jobs import ServerJob
+from kvsift.server.schemas import ChatRequest, parse
+from kvsift.server.tool_calls import PLAIN, blocks
+
 HELLO = [{"role": "user", "content": "Where?"}]
 DRAWN = {"temperature": 1.0, "seed": 5}
 
@@ -81,14 +88,24 @@ def test_other_forms_are_given_as_of_vllm(client: httpx.Client, outputs: dict, p
         assert choice["finish_reason"] == "stop"
 
 
-def test_a_required_call_has_arguments_of_its_schema(client: httpx.Client) -> None:
-    tool = {"type": "function", "function": {"name": "find", "parameters": Place.model_json_schema()}}
-    asked = {"messages": HELLO, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, **DRAWN}
-    found = client.post("/v1/chat/completions", json={**asked, "max_tokens": 300}).json()["choices"][0]
-    [call] = found["message"]["tool_calls"]
-    assert call["function"]["name"] == "find"
-    assert Place.model_validate_json(call["function"]["arguments"])
-    assert found["finish_reason"] == "tool_calls"
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find"}}])
+def test_required_calls_have_arguments_of_their_schemas(alone: kvsift.LLM, choice: object) -> None:
+    """With references within the schema of a tool."""
+    find = {"type": "function", "function": {"name": "find", "parameters": Tour.model_json_schema()}}
+    stop = {"type": "function", "function": {"name": "stop"}}
+    body = {"messages": HELLO, "tools": [find, stop], "tool_choice": choice, "parallel_tool_calls": False}
+    request = parse(ChatRequest, json.dumps(body).encode())
+    names = set()
+    for seed in range(12):
+        grammar, sampling = kvsift.Grammar(**(request.grammar or {})), kvsift.Sampling(1.0, seed=seed)
+        answer = alone.generate("Once", grammar=grammar, sampling=sampling, max_new_tokens=400)
+        if answer.finish_reason == "stop":
+            calls = blocks(parser_of(request, PLAIN, ServerJob(1, AnswerRequest())).feed(answer.text, True))
+            assert {call.kind for call in calls} == {"call"}
+            assert len(calls) == 1
+            assert all(Tour.model_validate_json(call.text) for call in calls if call.name == "find")
+            names |= {call.name for call in calls}
+    assert names == ({"find", "stop"} if choice == "required" else {"find"})
 
 
 def test_a_schema_that_cannot_be_compiled_is_refused_by_its_keyword(client: httpx.Client) -> None:

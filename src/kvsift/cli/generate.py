@@ -26,6 +26,9 @@ def generate(
     plan: o.PlanOption = "sketch:budget=1024",
     max_new_tokens: o.NewTokensOption = 128,
     stop: o.StopOption = None,
+    schema: Annotated[
+        Path | None, typer.Option("--schema", help="File with a JSON schema; the text is JSON that is valid under it.")
+    ] = None,
     *,
     sampling: o.SamplingOptions,
     engine: o.EngineOptions,
@@ -48,6 +51,7 @@ def generate(
     spec = files.read_plan(plan)
     files.require_writable(out, "--out", [prompt_file])
     text = files.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
+    definition = None if schema is None else files.read_text(schema, "schema")
     o.use_threads(threads)
     with ProgressBar(printed.quiet) as progress:
         from kvsift.plan.syntax import parse_unless_auto
@@ -55,6 +59,7 @@ def generate(
         parsed, chosen = parse_unless_auto(spec), sampling.sampling()  # before transformers is imported
         with collector_paused():
             from kvsift.api.llm import LLM
+            from kvsift.tokenization.grammar import Grammar
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))
@@ -69,6 +74,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             sampling=chosen,
             stop=stop,
+            grammar=None if definition is None else Grammar("json_schema", definition),
             exact=sampling.exact,
             skip_special_tokens=sampling.skip_special_tokens,
             progress=progress.reading,

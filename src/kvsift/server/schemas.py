@@ -495,7 +495,7 @@ class ChatRequest(TextRequest):
             }
             variables = {name: value for name, value in efforts.items() if name in dialect.variables} | variables
         if self.used_tools:
-            if dialect.has_tools and dialect.tools is None:
+            if dialect.has_tools and dialect.tools is None and not self.required_tools:
                 text = "the model calls tools in a format that this server does not read"
                 text += "; leave tools out, or start it with --tool-parser."
                 raise ApiError(400, text, "unsupported_parameter", "tools")

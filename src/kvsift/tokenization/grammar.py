@@ -121,7 +121,7 @@ class GrammarState:
         if fault:
             kind = grammar.kind.replace("_", " ").replace("json", "JSON")
             raise UnsupportedPrompt(f"the {kind} of the answer cannot be compiled: {fault.strip()[:400]}.")
-        self._ends, self.num_tokens = frozenset(ends), 0
+        self._ends, self._ends_index, self.num_tokens = frozenset(ends), [*ends], 0
 
     def copy(self) -> GrammarState:
         """Return a state of its own at the same place."""
@@ -138,12 +138,12 @@ class GrammarState:
         """Set logits [vocabulary] of tokens that cannot come next to -inf."""
         if self.is_complete and not self._ends:
             return  # the answer has ended; this is a draft
-        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        may = torch.zeros(len(logits), dtype=torch.bool)
-        may[: len(mask)] = mask[: len(logits)] != 0
-        may[[*self._ends]] = self._matcher.is_accepting()  # some are text, such as the end of a line
+        may = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: len(logits)]
         self._check()
-        logits.masked_fill_(~may.to(logits.device), -torch.inf)
+        ends = logits[self._ends_index] if self._matcher.is_accepting() else -torch.inf
+        logits[: len(may)].masked_fill_((may == 0).to(logits.device), -torch.inf)
+        logits[len(may) :] = -torch.inf  # of no token
+        logits[self._ends_index] = ends  # some may come as text too, such as the end of a line
 
     def append(self, token: int) -> None:
         """Go on behind a token that ``mask`` has left."""
