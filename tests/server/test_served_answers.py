@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 from engine.tiny_directory import text_of
 from pydantic import TypeAdapter
 from server.serving import PLAN, Served, events, metric, texts, until
@@ -327,3 +328,30 @@ def test_other_routes_answer(client: httpx.Client) -> None:
     assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
     assert client.get("/v1/completions").status_code == 405
     assert client.options("/v1/documents").headers["allow"] == "GET, HEAD, POST"
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_an_echo_scores_the_prompt_as_the_model_does(client: httpx.Client, alone: kvsift.LLM, most: int) -> None:
+    """Beside a long prompt that shares chunks with it, and in pieces."""
+    prompt = text_of(200) + " é?"
+    asked = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": most, "sparsity": "dense"}
+    complete(client, prompt=prompt, sparsity="dense")
+    body = complete(client, **asked)
+    [choice], ids = body["choices"], alone.encode(prompt)
+    scores = choice["logprobs"]
+    assert choice["text"] == prompt + alone.generate(prompt, plan="dense", max_new_tokens=most).text if most else prompt
+    assert body["usage"]["completion_tokens"] == most
+    assert len(scores["tokens"]) == len(ids) + most
+    with torch.inference_mode():
+        logits = alone.model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).flatten().tolist()
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    assert scores["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-3)
+    assert [max(top.values()) for top in scores["top_logprobs"][1 : len(ids)]] == pytest.approx(
+        logits.amax(-1).tolist(), abs=1e-3
+    )
+    texts_at = [choice["text"][offset:] for offset in scores["text_offset"]]
+    assert all(found.startswith(token) for found, token in zip(texts_at, scores["tokens"]) if token.isascii() and
+               not token.startswith(("bytes:", "<")))  # fmt: skip
+    with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+        assert texts(list(events(response)), 1) == [choice["text"]]

@@ -169,7 +169,16 @@ class Executor:
         cache = seq.cache
         assert cache is not None
         phase: Phase = "prefill" if seq.decode_from is None or seq.num_cached < seq.decode_from else "decode"
-        logits: Tensor = self._runner.feed(cache, ids, phase=phase, pause=pause)
+        start = seq.num_cached
+
+        def score(logits: Tensor) -> None:
+            nonlocal start
+            assert seq.score is not None
+            seq.score(start, logits)
+            start += len(logits)
+
+        scores = None if seq.score is None else score
+        logits: Tensor = self._runner.feed(cache, ids, phase=phase, pause=pause, score=scores)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # what others are owed is measured
         self._remember(cache)

@@ -155,7 +155,8 @@ class Loop(EngineThread):
             return  # it waits for the prefix
         apart = self._executor.reason_apart(seq)
         seq.in_pool = apart is None
-        seq.no_reuse = apart or ("" if seq.prefix is None else DOCUMENT) or seq.request.plan.not_shared or ""
+        own = SCORED if seq.score is not None else "" if seq.prefix is None else DOCUMENT
+        seq.no_reuse = apart or own or seq.request.plan.not_shared or ""
         seq.root = b"" if seq.no_reuse else self._executor.root(seq)
         self.pages.hold(seq, self.pages.found(seq))
         if not self._schedule.add(seq.key, seq.request.client, *self.pages.cost_of(seq), seq.call):
@@ -571,3 +572,4 @@ class Loop(EngineThread):
 
 FULL = "too many requests are waiting. Try again when some of them have ended."
 DOCUMENT = "it continues a document"
+SCORED = "all tokens of its prompt are scored"

@@ -286,12 +286,14 @@ class ModelRunner(Uncopied):
     def feed(
         self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
         phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
+        score: Callable[[torch.Tensor], None] | None = None,
     ) -> Any:  # fmt: skip
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
         With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
         layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
-        ``pause`` is called between layers of a fused pass (``FusedModel``).
+        ``pause`` is called between layers of a fused pass (``FusedModel``), ``score`` with logits [tokens, vocabulary]
+        of all tokens in their order, some at a time.
         """
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
@@ -303,13 +305,17 @@ class ModelRunner(Uncopied):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
                 logits = (
-                    fused.prefill(chunk[0], cache, phase, pause) if fused is not None else self._forward(chunk, cache)
+                    fused.prefill(chunk[0], cache, phase, pause, score)
+                    if fused is not None
+                    else self._forward(chunk, cache, score)
                 )
                 if progress is not None:
                     progress(min(start + size, len(ids)), len(ids))
         return logits
 
-    def _forward(self, tokens: torch.Tensor, cache: SparseCache) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, cache: SparseCache, score: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """Logits [1, 1, vocabulary] of the last of the next tokens [1, num_new], by transformers' forward pass.
 
         It gets the positions that generate() gives: some models number the tokens of every pass from 0 without them.
@@ -317,9 +323,12 @@ class ModelRunner(Uncopied):
         start, options = cache.get_seq_length(), {}
         if self._takes_positions:
             options["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device).unsqueeze(0)
-        output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        kept = 1 if score is None else 0  # 0: of all
+        output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=kept, **options)
         logits: torch.Tensor = output.logits
-        return logits
+        if score is not None:
+            score(logits[0])
+        return logits[:, -1:]
 
     @cached_property
     def _grammar_tokens(self) -> Any:

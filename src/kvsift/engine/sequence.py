@@ -67,6 +67,7 @@ class EngineSequence:
         holds: once it has ended, it keeps what it has prefilled of its prompt until ``Loop.close``.
         decoder: verifies by dense attention what the plan drafts; None: the plan's own tokens are the answer.
         observer: records what its passes select.
+        score: called with the logits [tokens, vocabulary] of its prompt's tokens from a position on, maybe repeatedly.
         source: fills its empty cache with the whole prompt as it was prefilled before, and is called if no chunk is
             found.
         prefix: begins its prompt; the sequence continues in its cache or in a copy of that.
@@ -91,6 +92,7 @@ class EngineSequence:
     holds: bool = False
     decoder: ExactDecoder | None = None
     observer: Observer | None = None
+    score: Callable[[int, Tensor], None] | None = None
     source: Callable[[SparseCache], None] | None = None
     prefix: PinnedPrefix | None = None
     pins: PinnedPrefix | None = None

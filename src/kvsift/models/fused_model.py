@@ -24,6 +24,7 @@ from kvsift.plan.capabilities import reason
 from kvsift.threads import yield_to_others
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
+FEW_TOKENS = 64  # whose logits are at hand at once
 ANGLES, MOST_BLOCKS = 256, 32  # starts whose angles are computed at once for decode, and how many of these are kept
 
 
@@ -54,8 +55,9 @@ class FusedModel:
         return reason(cache, NativeStep.of_caches)
 
     def prefill(
-        self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None,
+        score: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Store and attend the next tokens of the sequence of a cache.
 
         Args:
@@ -63,11 +65,12 @@ class FusedModel:
             cache: a cache of the model.
             phase: "decode" attends each token as if it had been generated.
             pause: called between layers; may run other sequences through the model, and returns whether it has.
+            score: called with logits [few tokens, vocabulary] of all tokens in their order.
 
         Returns:
             Logits of the last token, [1, 1, vocabulary].
         """
-        return self._run(tokens, [cache], phase, pause)
+        return self._run(tokens, [cache], phase, pause, score=score)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor:
@@ -96,7 +99,7 @@ class FusedModel:
     @torch.inference_mode()
     def _run(
         self, tokens: Tensor, caches: Sequence[SparseCache], phase: Phase, pause: Callable[[], bool] | None = None,
-        all_logits: bool = False,
+        all_logits: bool = False, score: Callable[[Tensor], None] | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend equal parts of the tokens with each cache; logits of the last token of each part, or of all tokens."""
         foreseen = phase == "decode" and any(cache.run.plan.wants_hidden for cache in caches)
@@ -122,6 +125,9 @@ class FusedModel:
             x = layer.down.add_to(x, layer.gate_up(x, layer.before_mlp, gated=True))
             if pause is not None and pause() and not tokens.is_cuda:
                 yield_to_others(len(tokens))  # the others may have chosen another number of threads
+        if score is not None:
+            for part in x.split(FEW_TOKENS):
+                score(step.head(part, step.norm))
         if all_logits:
             return step.head(x, step.norm)
         last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()

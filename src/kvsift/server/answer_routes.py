@@ -199,6 +199,7 @@ def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Superv
             "exact": bool(body.plan.exact),
             "grammar": body.grammar,
         },
+        echo=isinstance(body, CompletionRequest) and bool(body.echo),
         ignore_eos=bool(body.ignore_eos),
         client=client if salt else _digest(client, body.end_user),
         salt=salt,

@@ -115,7 +115,7 @@ class AnswerForm:
         return {
             "tokens": [text for text, *_ in piece.logprobs],
             "token_logprobs": [value for _, _, value, *_ in piece.logprobs],
-            "top_logprobs": [_by_text(top) for *_, top in piece.logprobs],
+            "top_logprobs": [None if value is None else _by_text(top) for _, _, value, _, top in piece.logprobs],
             "text_offset": [offset for *_, offset, _ in piece.logprobs],
         }
 

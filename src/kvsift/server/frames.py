@@ -28,6 +28,7 @@ class AnswerRequest:
         sampling: keywords of ``Sampling``, logit_bias as pairs. The seed is among them, so that an answer can go on
             after a crash.
         options: other keywords of ``GenerateOptions``, of the grammar its fields.
+        echo: answers begin with their prompts.
         ignore_eos: answers do not end at the end of the text.
         client: whom its share of the engine is counted for.
         salt: prompts of other salts share no prefix with its prompts.
@@ -43,6 +44,7 @@ class AnswerRequest:
     min_recovery: float | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    echo: bool = False
     ignore_eos: bool = False
     client: str = ""
     salt: str = ""

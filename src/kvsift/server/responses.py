@@ -153,8 +153,8 @@ class ChatLogprobs(ResponseBody):
 
 class CompletionLogprobs(ResponseBody):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[Count]
 
 

@@ -254,7 +254,8 @@ class CompletionRequest(TextRequest):
     prompt: str | Annotated[list[str], FIRST_ERROR] | TokenIds | Annotated[list[TokenIds], FIRST_ERROR]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: neutral(1) = None  # type: ignore[valid-type]
-    echo: neutral(False) = None  # type: ignore[valid-type]
+    echo: bool | None = Field(None, description="Begin with the prompt, and with its log-probabilities, if asked for.")
+    max_tokens: int | None = Field(None, ge=0, le=MOST_TOKENS, description="0: nothing but the echo.")
     suffix: neutral("") = None  # type: ignore[valid-type]
 
     @property
@@ -274,13 +275,20 @@ class CompletionRequest(TextRequest):
         """Refuse empty prompts, and too many."""
         if not all(self.prompts):
             raise ValueError("the prompt is empty")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 needs echo=true, without which there would be no answer")
+        if self.echo and (self.plan.exact or self.grammar is not None):
+            raise ValueError("echo, which begins with the prompt, takes neither a format of the answer nor exact")
         if (rows := len(self.prompts) * self.samples) > MOST_ROWS:
             raise ValueError(f"{rows} answers are asked for, and one request may have {MOST_ROWS}")
         return self
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of an ``AnswerRequest`` that have the prompts and their limit."""
-        return {"prompts": self.prompts, "max_tokens": self.max_tokens or COMPLETION_TOKENS}
+        return {
+            "prompts": self.prompts,
+            "max_tokens": COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
+        }
 
 
 class TextPart(Body):

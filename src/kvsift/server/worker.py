@@ -265,7 +265,7 @@ class Worker:
                 continue
             prompt, sample = divmod(index, request.num_samples)
             ids = prompts[prompt]
-            most = self._max_new_tokens(ids, request.max_tokens)
+            most = max(self._max_new_tokens(ids, request.max_tokens), 1)
             llm.check_prompts([ids], most, plan)
             runs_as = llm.uncaptured_plan(plan, len(ids) + most, options.exact or options.passages)
             of_sequence = llm.request(
@@ -274,8 +274,12 @@ class Worker:
                 salt=request.salt, asked=plan,
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
-            reply = Reply(of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat and grammar is None)
-            seqs.append(OpenSequence(message["id"], index, sequence_of(llm, reply), reply, started))
+            reply = Reply(
+                of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat and grammar is None,
+                echoes=request.echo, is_empty=request.max_tokens == 0,
+            )  # fmt: skip
+            score = reply.score if request.echo and options.logprobs is not None else None
+            seqs.append(OpenSequence(message["id"], index, sequence_of(llm, reply, score=score), reply, started))
         return seqs
 
     def _max_new_tokens(self, ids: Sequence[int], max_tokens: int | None) -> int:
