@@ -110,6 +110,8 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"tool_choice": "required"}, None, "tool_choice asks for a call, and tools have no such function"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, None, "no such function"),
+        ({"continue_final_message": True}, None, "a text of the assistant"),
+        ({"add_generation_prompt": False}, None, "is the opposite of continue_final_message"),
         ({"chat_template_kwargs": {"tools": 1}}, None, "are a field of their own"),
         ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", "valid"),
         ({"messages": [{**CALLED, "role": "user", "content": ""}]}, "messages.0", "are those of an assistant"),

@@ -355,3 +355,11 @@ def test_an_echo_scores_the_prompt_as_the_model_does(client: httpx.Client, alone
                not token.startswith(("bytes:", "<")))  # fmt: skip
     with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
         assert texts(list(events(response)), 1) == [choice["text"]]
+
+
+def test_an_answer_goes_on_with_the_last_message(client: httpx.Client, alone: kvsift.LLM) -> None:
+    messages = [{"role": "user", "content": "Once?"}, {"role": "assistant", "content": "There was"}]
+    asked = {"messages": messages, "max_tokens": 8, "continue_final_message": True, "add_generation_prompt": False}
+    [choice] = client.post("/v1/chat/completions", json=asked).json()["choices"]
+    text = alone.generate("[user] Once?\n[assistant] There was", max_new_tokens=8).text
+    assert choice["message"]["content"] == text

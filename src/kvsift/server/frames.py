@@ -19,6 +19,7 @@ class AnswerRequest:
     Attributes:
         prompts: texts or token ids; none: it is a chat.
         messages: messages of a chat, each with role and content, as chat templates read them.
+        continues: the answer goes on with the last message.
         variables: variables of the chat template, such as tools.
         document: id of the document before the first message; None: there is none.
         num_samples: answers to each prompt.
@@ -36,6 +37,7 @@ class AnswerRequest:
 
     prompts: list[str | list[int]] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    continues: bool = False
     variables: dict[str, Any] = field(default_factory=dict)
     document: str | None = None
     num_samples: int = 1

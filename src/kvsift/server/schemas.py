@@ -418,6 +418,8 @@ class ChatRequest(TextRequest):
     modalities: neutral(["text"]) = None  # type: ignore[valid-type]
     audio: neutral() = None  # type: ignore[valid-type]
     web_search_options: neutral() = None  # type: ignore[valid-type]
+    continue_final_message: bool | None = Field(None, description="Go on with the last message, the assistant's.")
+    add_generation_prompt: bool | None = Field(None, description="Whether the answer is a message of its own.")
     reasoning_effort: str | None = Field(None, max_length=16, description="For chat templates that read it.")
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template.")
 
@@ -445,6 +447,11 @@ class ChatRequest(TextRequest):
             raise ValueError("top_logprobs need logprobs=true")
         if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        continues, begins = bool(self.continue_final_message), self.add_generation_prompt
+        if begins is not None and begins == continues:
+            raise ValueError("add_generation_prompt is the opposite of continue_final_message; give the latter alone")
+        if continues and (self.messages[-1].role != "assistant" or not self.messages[-1].content or self.plan.passages):
+            raise ValueError("continue_final_message goes on with a text of the assistant, and without passages")
         if "tools" in (self.chat_template_kwargs or ()):
             raise ValueError("tools are a field of their own, not one of chat_template_kwargs")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
@@ -477,7 +484,9 @@ class ChatRequest(TextRequest):
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of an ``AnswerRequest`` that have the prompt and its limit."""
         most = self.max_completion_tokens or self.max_tokens
-        return {"messages": self.plain_messages(), "max_tokens": most, "document": self.document}
+        continues = bool(self.continue_final_message)
+        asked = {"max_tokens": most, "document": self.document, "continues": continues}
+        return {"messages": self.plain_messages(), **asked}
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates read them. Results of tools have their names."""

@@ -222,7 +222,7 @@ class Worker:
         calls = [call for message in request.messages for call in message.get("tool_calls", ())]
         rest = [json.dumps(each, ensure_ascii=False) for each in [*request.variables.values(), *calls]]
         self._llm.check_text("\n".join([text, *(each["content"] for each in request.messages), *rest]))
-        return [self._form.encode_messages(request.messages, text, growing, request.variables)]
+        return [self._form.encode_messages(request.messages, text, growing, request.variables, request.continues)]
 
     def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:
         """Text before the messages of a chat, and what encodes prompts about it."""
@@ -275,7 +275,8 @@ class Worker:
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
             reply = Reply(
-                of_sequence, llm.tokenizer, llm.device, sent, strips=is_chat and grammar is None,
+                of_sequence, llm.tokenizer, llm.device, sent,
+                strips=is_chat and grammar is None and not request.continues,
                 echoes=request.echo, is_empty=request.max_tokens == 0,
             )  # fmt: skip
             score = reply.score if request.echo and options.logprobs is not None else None

@@ -124,12 +124,12 @@ class PromptFormat:
 
     def encode_messages(
         self, messages: Sequence[Message], document: str = "", growing: GrowingText | None = None,
-        variables: Mapping[str, Any] = NOTHING,
+        variables: Mapping[str, Any] = NOTHING, continues: bool = False,
     ) -> list[int]:  # fmt: skip
         """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
         kvsift's own format, in which system messages, and what stands before the last blank line of the first
         question, are of the document too. ``growing`` is of the prompts that begin like this one, ``variables`` are
-        those of the chat template, such as tools.
+        those of the chat template, such as tools. The answer ``continues`` the last message, or is one of its own.
 
         Raises:
             InputError: if the template refuses them or leaves out what one says, or they do not alternate, the user's
@@ -138,7 +138,9 @@ class PromptFormat:
         for message in messages:
             require_text(message["content"], "message")
         require_text(json.dumps([messages, dict(variables)], ensure_ascii=False), "request")
-        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask, variables), growing)
+        return self._tokens(
+            lambda mask: self._text_of_messages(messages, document, mask, variables, continues), growing
+        )
 
     def message_offsets(
         self, messages: Sequence[Message], document: str, variables: Mapping[str, Any] = NOTHING
@@ -147,8 +149,9 @@ class PromptFormat:
         return self._offsets(document, lambda text, mask: self._text_of_messages(messages, text, mask, variables))
 
     def _text_of_messages(
-        self, messages: Sequence[Message], context: str, mask: Mask, variables: Mapping[str, Any]
-    ) -> str:
+        self, messages: Sequence[Message], context: str, mask: Mask, variables: Mapping[str, Any],
+        continues: bool = False,
+    ) -> str:  # fmt: skip
         messages = [
             {**_masked(message, mask), "role": message["role"], "content": mask(message["content"])}
             for message in messages
@@ -156,7 +159,9 @@ class PromptFormat:
         context = mask(context)
         if self.tokenizer.chat_template:
             with_document = _with_document(messages, context) if context else messages
-            return self._chat.render(with_document, variables=_masked(variables, mask))
+            return self._chat.render(with_document, continues, _masked(variables, mask))
+        if continues:
+            raise UnsupportedPrompt("this model has no chat template, so that a message cannot be continued.")
         if variables or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
             raise UnsupportedPrompt(
                 "this model has no chat template, which would write tools, their calls and results, and other "
