@@ -165,7 +165,7 @@ def event_with(number: int, value: object) -> Callable[..., Any]:
 
 def logits_of(value: float) -> Callable[..., Any]:
     """Spoil all logits."""
-    return lambda old, chooser, logits: old(chooser, logits * 0 + value)
+    return lambda old, chooser, logits, *given: old(chooser, logits * 0 + value, *given)
 
 
 def every_second_time(old: Callable[..., Any], *args: Any) -> Any:
