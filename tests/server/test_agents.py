@@ -233,8 +233,9 @@ def test_tokens_are_those_of_the_model(server: Served, alone: kvsift.LLM) -> Non
         answer = post(client, "/v1/chat/completions", {"messages": ASKED, "max_tokens": 1})
         assert post(client, "/tokenize", {"messages": ASKED})["count"] == answer["usage"]["prompt_tokens"]
         assert post(client, "/v1/messages/count_tokens", {"messages": ASKED})["input_tokens"] > 20
-        answer = client.post("/v1/chat/completions", json={"messages": ASKED, "reasoning_effort": "low", "tags": ["é"]})
-        assert answer.headers["x-kvsift-ignored"] == "tags, reasoning_effort"
+        strange = {"tags": ["a"], "é\n": 1, "": 2, " ": 3}
+        answer = client.post("/v1/chat/completions", json={"messages": ASKED, "reasoning_effort": "low", **strange})
+        assert answer.headers["x-kvsift-ignored"] == 'tags, "\\u00e9\\n", "", " ", reasoning_effort'
         for path, body, text in [
             ("/detokenize", {"tokens": [10**6]}, "the prompt has token 1000000"),
             ("/tokenize", {"prompt": "a", "model": "gpt-5"}, "is not served here"),

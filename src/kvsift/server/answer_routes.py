@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 from dataclasses import replace
@@ -54,6 +55,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
 )
 IGNORED = "x-kvsift-ignored"  # names of fields of the request
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # others are shown as JSON, in ASCII
 MOST_NAMES = 32  # in that header, and lines about them in the log
 MOST_UNKNOWN = 1000  # fields of a request: to look for known ones like them takes time
 EVENTS = (
@@ -98,7 +100,8 @@ def add_answer_routes(app: FastAPI, supervisor: Supervisor, is_strict: bool) -> 
         names = request.state.ignored
         if isinstance(body, ChatRequest) and body.reasoning_effort and not supervisor.dialect.variables:
             names += ["reasoning_effort"]  # the chat template does not read it
-        headers = {IGNORED: ", ".join(json.dumps(name)[1:-1] for name in names)} if names else {}
+        shown = [name if PLAIN_NAME.fullmatch(name) else json.dumps(name) for name in names]
+        headers = {IGNORED: ", ".join(shown)} if names else {}
         is_streaming = False
         try:
             await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
