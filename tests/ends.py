@@ -1,12 +1,13 @@
 """Models whose answers end at given tokens alone, or say a given text, whatever they would say."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import chain, repeat
 
 import pytest
 from torch import Tensor, device
 
 from kvsift import LLM, Sampling
+from kvsift.engine.sampling import Chooser
 from kvsift.models.hf.generation_config import GenerationSettings
 
 
@@ -23,6 +24,11 @@ class Dictated(Sampling):
         super().__init__()
         object.__setattr__(self, "ids", llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def chooser(self, device: device) -> Callable[[Tensor], int]:
+    def chooser(self, device: device) -> Chooser:
         ids = chain(self.ids, repeat(5))  # type: ignore[attr-defined]
-        return lambda logits: next(ids)
+
+        class Dictating(Chooser):
+            def __call__(self, logits: Tensor | int, given: int | None = None) -> int:
+                return next(ids)
+
+        return Dictating(self, device)

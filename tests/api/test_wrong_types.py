@@ -34,7 +34,7 @@ def llm(llama: Path) -> LLM:
         (["Once"], {"max_tokens": 5}, "unknown_name: 'max_tokens'; did you mean 'max_new_tokens'?"),
         (["Once"], {"max_new_tokens": 4.5}, "invalid_value: max_new_tokens=4.5"),
         (["Once"], {"max_new_tokens": True}, "invalid_value: max_new_tokens=True"),
-        (["Once"], {"m": 5}, "unknown_name: exact, logprobs, max_new_tokens, n, on_text"),
+        (["Once"], {"m": 5}, "unknown_name: exact, grammar, logprobs, max_new_tokens, n, on_text"),
         (["Once"], {"sampling": {"temperature": 1}}, "invalid_value: dict"),
         (["Once"], {"stop": 5}, "invalid_value: stop=5"),
         (["Once"], {"stop": [None]}, "invalid_value: stop=[None]"),
