@@ -82,7 +82,7 @@ $(VENV)/installed-dev: DISTRIBUTIONS := --editable '.[dev]' --editable lab
 $(VENV)/installed $(VENV)/installed-dev: $(PACKAGE)
 	@echo "Installing torch, transformers and kvsift into $(VENV): a few minutes, most of them quiet."
 	scripts/install-torch $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile $(DISTRIBUTIONS)
+	$(BIN)/python -m pip install --quiet $(DISTRIBUTIONS)
 	@touch $(VENV)/installed $@
 
 # torchvision and its kin come linked to CUDA, and break imports
@@ -107,7 +107,7 @@ $(AGENTS)/installed:
 	@touch $@
 
 $(COMPAT)/installed: $(VENV)/installed-dev
-	$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
+	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
 	  "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
 	@touch $@
 

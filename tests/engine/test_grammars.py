@@ -181,12 +181,23 @@ def test_grammars_of_pydantic_lark_and_llama_cpp(embedded: LLM) -> None:
         (Grammar("json_schema", "{"), "EOF"),
         (Grammar.regex("(a"), "unclosed group"),
         (Grammar("grammar", "start = 3"), "Expected ::="),
+        (Grammar.json({"$ref": "#"}), "no text is one"),
+        (Grammar.regex(r"a[^\s\S]"), "no text is one"),
+        (Grammar.json(False), "empty"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_its_keyword(embedded: LLM, grammar: Grammar, text: str) -> None:
     with refused("unsupported_prompt: of the answer cannot be compiled") as caught:
         embedded.generate("x", grammar=grammar)
     assert text in str(caught.value)
+
+
+def test_formats_of_texts_that_are_not_known_are_no_rules(embedded: LLM) -> None:
+    text = {"type": "string", "maxLength": 3}
+    parts = {"format": {**text, "format": "path"}, "key": {**text, "format": "password"}}
+    schema = {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
+    assert list(json.loads(embedded.generate("x", grammar=Grammar.json(schema)).text)) == ["format", "key"]
+    assert embedded.generate("x", grammar=Grammar("json_schema", " true"), max_new_tokens=3).text
 
 
 def test_other_grammars_are_refused(embedded: LLM) -> None:
@@ -198,3 +209,6 @@ def test_other_grammars_are_refused(embedded: LLM) -> None:
         Grammar.choice([])
     with refused("invalid_value: logit_bias has token 4096"):
         embedded.generate("x", sampling=Sampling(logit_bias={4096: 1.0}))
+    for wrong in ({"logit_bias": {5: 1e308}}, {"repetition_penalty": 1e-308}, {"presence_penalty": float("nan")}):
+        with refused(f"invalid_value: {next(iter(wrong))}"):
+            Sampling(**wrong)  # type: ignore[arg-type]

@@ -93,6 +93,8 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
     assert set(ignored_fields(request)) == ignored
     with pytest.raises(ApiError, match="unknown field"):
         list(ignored_fields(request, is_strict=True))
+    parsed = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}  # by OpenAI's client
+    assert not list(ignored_fields(chat(response_format=parsed), is_strict=True))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,7 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         ({"messages": [{**HELLO[0], "rol": 1}]}, "rol", "did you mean 'role'"),
         ({"min_tokens": 3}, "min_tokens", "did you mean 'max_tokens'"),
         ({"guided_regex": "a+"}, "guided_regex", "unknown field"),
+        ({"max_output_tokens": 9}, "max_output_tokens", "unknown field"),
         ({"modalities": ["text", "audio"]}, "modalities", "is not supported by this server; leave it out unless it is"),
         ({"functions": [{"name": "f"}]}, "functions", "is not supported by this server; leave it out unless it is []"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "is missing"),

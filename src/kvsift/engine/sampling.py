@@ -23,10 +23,10 @@ BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 NO_LIMITS = 1.0, inf, 0.0  # of ``Sampling.limits``
+MOST_BIAS = 10_000  # of a logit: with more, others would be lost in rounding
 NO_TOKEN = -1  # instead of a token, where captured steps had logits that are NaN or infinite
-Choice = Literal[
-    "greedy", "drawn", "nucleus"
-]  # of the tokens of several sequences; nucleus: some have a top_p, top_k or min_p
+# of the tokens of several sequences; nucleus: some have a top_p, top_k or min_p
+Choice = Literal["greedy", "drawn", "nucleus"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
@@ -72,16 +72,22 @@ class Sampling:
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
             raise InvalidValue(f"min_p={self.min_p!r} must be a number from 0 to 1.")
         for name in ("frequency_penalty", "presence_penalty"):
-            if not _is_number(value := getattr(self, name)) or not isfinite(value):
-                raise InvalidValue(f"{name}={value!r} must be a number, above 0 against repetition; 0 changes nothing.")
-        if not _is_number(self.repetition_penalty) or not 0 < self.repetition_penalty <= float_info.max:
-            raise InvalidValue(f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 changes nothing.")
+            if not _is_number(value := getattr(self, name)) or not abs(value) <= MOST_BIAS:
+                raise InvalidValue(
+                    f"{name}={value!r} must be a number, above 0 against repetition, of at most {MOST_BIAS:,} in size."
+                )
+        if not _is_number(self.repetition_penalty) or not 0.001 <= self.repetition_penalty <= 1000:
+            raise InvalidValue(
+                f"repetition_penalty={self.repetition_penalty!r} must be from 0.001 to 1000; 1 changes nothing."
+            )
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidValue(f"logit_bias={self.logit_bias!r:.80} must be a table of tokens and numbers.")
         for token, bias in self.logit_bias.items():
             checks.whole("a token of logit_bias", token, 0)
-            if not _is_number(bias) or not isfinite(bias):
-                raise InvalidValue(f"logit_bias has {bias!r} for token {token}, and it must be a number.")
+            if not _is_number(bias) or not abs(bias) <= MOST_BIAS:
+                raise InvalidValue(
+                    f"logit_bias has {bias!r} for token {token}. Give a number of at most {MOST_BIAS:,} in size."
+                )
 
     @property
     def limits(self) -> tuple[float, float, float]:
@@ -316,8 +322,9 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | No
 
 
 def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
-    """Whether tokens are less than min_p times as likely as the likeliest, or others, that are more likely or earlier
-    and as likely, are top_k or reach top_p (each [sequences, 1]); bool [sequences, vocabulary]."""
+    """Whether a token may not be drawn, bool [sequences, vocabulary]: because it is less than min_p times as likely as
+    the likeliest one, or because those ahead of it are top_k already, or as likely together as top_p (each [sequences,
+    1]). Ahead are more likely tokens, and earlier ones as likely."""
     order = logits.sort(dim=-1, descending=True, stable=True)
     ranked = scaled.gather(1, order.indices)
     is_less = (ranked < min_p.log()) | (torch.arange(ranked.shape[1], device=ranked.device) >= top_k)

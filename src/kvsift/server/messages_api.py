@@ -26,7 +26,7 @@ from kvsift.server.schemas import (
 from kvsift.server.tool_calls import AnswerParser, AnswerPart, Dialect, blocks, call_id
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-SAME = "model", "max_tokens", "stream", "temperature", "top_p", "sparsity", "document"  # as fields of a chat
+SAME = "model", "max_tokens", "stream", "temperature", "top_p", "top_k", "sparsity", "document"  # as fields of a chat
 EMPTY = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
@@ -110,6 +110,7 @@ class MessagesRequest(Body):
     stop_sequences: list[Stop] | None = None
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, description="0, greedy, by default.")
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, description="-1 and 0: all.")
     tools: Annotated[list[MessageTool], FIRST_ERROR] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: MessageToolChoice | None = None
     thinking: dict[str, Any] | None = None

@@ -26,12 +26,14 @@ MOST_TOOLS = 128
 MOST_MESSAGES = 2048  # agents need many
 MISSPELLED = 0.8  # similarity (difflib) to a known field
 NOT_HERE = {  # fields of other servers, without which answers would be others
-    "allowed_token_ids", "bad_words", "background", "conversation", "guided_choice", "guided_grammar", "guided_json",
-    "guided_regex", "length_penalty", "logits_processors", "max_new_tokens", "min_tokens", "mirostat", "num_predict",
-    "prompt_logprobs", "tfs_z", "top_a", "truncate_prompt_tokens", "typical_p", "use_beam_search",
+    "allowed_token_ids", "bad_words", "background", "conversation", "format", "guided_choice", "guided_grammar",
+    "guided_json", "guided_regex", "include_stop_str_in_output", "length_penalty", "logits_processors",
+    "max_new_tokens", "max_output_tokens", "min_tokens", "mirostat", "num_predict", "output_config", "output_format",
+    "prompt_logprobs", "response_format", "stop_sequences", "tfs_z", "top_a", "truncate_prompt_tokens", "typical_p",
+    "use_beam_search",
 }  # fmt: skip
 ECHOES = {  # of answers, as clients send them back, and hints for caches that others have
-    "annotations", "cache_control", "encrypted_content", "id", "index", "refusal", "signature", "status", "strict",
+    "annotations", "cache_control", "encrypted_content", "id", "index", "refusal", "signature", "status",
 }  # fmt: skip
 SCHEMA_REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 
@@ -73,6 +75,7 @@ class NamedSchema(Body):
     name: str | None = Field(None, max_length=256)
     description: str | None = None
     definition: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = Field(None, description="Answers keep to the schema in any case.")
 
 
 class ResponseFormat(Body):
@@ -159,7 +162,7 @@ class TextRequest(Body):
     )
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     logit_bias: dict[TokenName, Annotated[float, Field(ge=-100, le=100)]] | None = None
     top_k: int | None = Field(None, ge=-1, description="-1 and 0: all.")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -371,6 +374,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Arguments of forced calls keep to the schema in any case.")
 
 
 class Tool(Body):

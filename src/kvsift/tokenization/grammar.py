@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from kvsift.errors import InvalidValue, MissingPackage, UnsupportedModel, Unsupp
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 # a space or an indented line between the parts of JSON: with any white space, a model may write that to the end
+UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
+MOST_FORMATS = 20  # unknown ones in a schema
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
 
 
@@ -109,18 +112,26 @@ class GrammarState:
     def __init__(self, grammar: Grammar, tokens: Any, ends: Collection[int]) -> None:
         from llguidance import LLMatcher, grammar_from
 
-        try:
-            if grammar.kind == "json_schema":
-                compiled = LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_OPTIONS)
-            else:
-                compiled = grammar_from(grammar.kind, grammar.text)
-            self._matcher = LLMatcher(tokens, compiled, log_level=0)
-            fault = self._matcher.get_error()
-        except ValueError as error:
-            fault = str(error)
+        text, fault = grammar.text, ""
+        if grammar.kind == "json_schema":
+            text = {"true": "{}", "false": '{"enum": []}'}.get(text.strip(), text)
+        for _ in range(MOST_FORMATS):
+            try:
+                if grammar.kind == "json_schema":
+                    compiled = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+                else:
+                    compiled = grammar_from(grammar.kind, text)
+                self._matcher = LLMatcher(tokens, compiled, log_level=0)
+                self._matcher.compute_logit_bias()  # fails if there is no such text
+                fault = self._matcher.get_error()
+            except ValueError as error:
+                fault = str(error)
+            if not (unknown := UNKNOWN_FORMAT.search(fault)):
+                break
+            text = json.dumps(_without_format(json.loads(text), unknown[1]))
         if fault:
             kind = grammar.kind.replace("_", " ").replace("json", "JSON")
-            raise UnsupportedPrompt(f"the {kind} of the answer cannot be compiled: {fault.strip()[:400]}.")
+            raise UnsupportedPrompt(f"the {kind} of the answer cannot be compiled: {_said(fault)}.")
         self._ends, self._ends_index, self.num_tokens = frozenset(ends), [*ends], 0
 
     def copy(self) -> GrammarState:
@@ -161,5 +172,20 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            fault = self._matcher.get_error().strip()[:400]
+            fault = _said(self._matcher.get_error())
             raise UnsupportedPrompt(f"the grammar of the answer fails at its token {self.num_tokens + 1}: {fault}.")
+
+
+def _said(fault: str) -> str:
+    """What llguidance says, without the state of its parser that may follow."""
+    text = " ".join(fault.split("<state>")[0].split())[:400]
+    return "no text is one" if text == "NoExtensionBias" else text
+
+
+def _without_format(schema: Any, name: str) -> Any:
+    """A JSON schema without ``"format": name``, which says what a text means, and need not be kept to."""
+    if isinstance(schema, list):
+        return [_without_format(each, name) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_format(each, name) for key, each in schema.items() if (key, each) != ("format", name)}
