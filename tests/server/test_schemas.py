@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvsift.server.api_errors import ApiError
+from kvsift.server.responses_api import ResponsesRequest
 from kvsift.server.schemas import ChatRequest, CompletionRequest, ignored_fields, parse
 from kvsift.server.tool_calls import PLAIN, Dialect
 
@@ -95,6 +96,9 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         list(ignored_fields(request, is_strict=True))
     parsed = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}  # by OpenAI's client
     assert not list(ignored_fields(chat(response_format=parsed), is_strict=True))
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    body = parse(ResponsesRequest, json.dumps({"input": "Hello", "tools": [tool]}).encode())
+    assert not list(ignored_fields(body, is_strict=True))
 
 
 @pytest.mark.parametrize(

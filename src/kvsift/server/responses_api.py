@@ -69,6 +69,7 @@ class ResponseTool(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Arguments of forced calls keep to the schema in any case.")
 
 
 class ResponseToolChoice(Body):

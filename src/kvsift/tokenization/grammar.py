@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 from kvsift.errors import InvalidValue, MissingPackage, UnsupportedModel, UnsupportedPrompt
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
-# a space or an indented line between the parts of JSON: with any white space, a model may write that to the end
 UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
 MOST_FORMATS = 20  # unknown ones in a schema
+# a space or an indented line between the parts of JSON: with any white space, a model may write that to the end
 JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
 
 
@@ -128,7 +129,9 @@ class GrammarState:
                 fault = str(error)
             if not (unknown := UNKNOWN_FORMAT.search(fault)):
                 break
-            text = json.dumps(_without_format(json.loads(text), unknown[1]))
+            # a format says what a text means; one that is not known need not be kept to
+            drop = partial(_without, item=("format", unknown[1]))
+            text = json.dumps(json.loads(text, object_hook=drop))
         if fault:
             kind = grammar.kind.replace("_", " ").replace("json", "JSON")
             raise UnsupportedPrompt(f"the {kind} of the answer cannot be compiled: {_said(fault)}.")
@@ -182,10 +185,5 @@ def _said(fault: str) -> str:
     return "no text is one" if text == "NoExtensionBias" else text
 
 
-def _without_format(schema: Any, name: str) -> Any:
-    """A JSON schema without ``"format": name``, which says what a text means, and need not be kept to."""
-    if isinstance(schema, list):
-        return [_without_format(each, name) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {key: _without_format(each, name) for key, each in schema.items() if (key, each) != ("format", name)}
+def _without(table: dict[str, Any], item: tuple[str, str]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if (key, value) != item}
