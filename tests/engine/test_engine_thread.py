@@ -188,7 +188,9 @@ def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_p
     def fault() -> None:
         if fails.is_set():
             raise ZeroDivisionError("a fault")
+        time.sleep(0.005)  # the answer takes ten seconds: it does not end before the other thread is there
 
+    llm.loop.after_step = fault
     with ThreadPoolExecutor(2) as threads:
         asked = threads.submit(document.ask, "Which?", max_new_tokens=2000)
         while not llm.loop.seqs:
@@ -198,7 +200,6 @@ def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_p
         while not prefix._waiting and not saved.done():
             time.sleep(0.001)
         fails.set()
-        llm.loop.after_step = fault
         assert isinstance(asked.exception(timeout=60), RuntimeError)
         with refused("evicted_tokens"):
             saved.result(timeout=60)
