@@ -95,23 +95,26 @@ def test_gates_are_multiplied_by_their_own_scales(
     )
 
 
+@pytest.mark.parametrize("kind", ["output", "int4 32", "int4 zeros 128"])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_rows_may_have_any_size(size: float) -> None:
+def test_rows_may_have_any_size(size: float, kind: str) -> None:
     """Numbers beyond float16, whose range is small."""
-    weight, exact = weight_in("output", 64, 512)
+    weight, exact = weight_in(kind, 64, 512)
     x = (draw(2, 64, 512, torch.float32)[0] * torch.tensor([[size], [1.0]], device=DEVICE)).bfloat16()
     for row, alone in zip(streamed_linear(x, weight), x):
         expected = alone.double() @ exact.T
         assert distance(row, expected) <= 2**-8 * float(expected.norm())
 
 
-def test_a_row_of_zeros_gives_zeros_and_one_without_numbers_none() -> None:
-    weight, _ = weight_in("output", 48, 256)
+@pytest.mark.parametrize("kind", ["output", "int4 32", "int4 zeros 128"])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_a_row_of_zeros_gives_zeros_and_one_without_numbers_none(what: float, kind: str) -> None:
+    weight, _ = weight_in(kind, 48, 256)
     x = torch.zeros(2, 256, dtype=torch.bfloat16, device=DEVICE)
-    x[1, 5] = torch.nan
+    x[1, 5] = what
     found = streamed_linear(x, weight)
     assert not found[0].any()
-    assert found[1].isnan().all()
+    assert not found[1].isfinite().any()
 
 
 def test_other_rows_are_left_to_the_twins() -> None:

@@ -5,8 +5,12 @@
 // start once the last ones are requested: between two products memory stays busy.
 //
 // A tile is 16 outputs. Each block has some tiles; its warps take turns, 128 bytes of each output at a time, on tensor
-// cores, and add up their parts in the end. Rows are multiplied by a power of two of their own, so that the largest
-// number of each is in [2^14, 2^15): weights of few bits become float16, whose range is small.
+// cores, and add up their parts in the end.
+//
+// Weights of 8 bits become float16, whose range is small: rows are multiplied by a power of two of their own, so that
+// the largest number of each is in [2^14, 2^15). Codes of 4 bits stay integers, which costs one instruction for four of
+// them: rows become integers of 15 bits and a power of two for each group of inputs, and are multiplied in two halves,
+// which are columns of their own. The sums of a group are exact.
 //
 // Compiled for: HALF (rows of float16, else bfloat16), BITS of a weight (8 or 4), WARPS, STAGES; for codes of 4 bits
 // GROUP (inputs that share a scale: 32, 64 or 128) and SCALE_HALF (scales of float16, else bfloat16).
@@ -25,7 +29,15 @@ constexpr int SCALES_AT = OUTS * STEP_BYTES, ZEROS_AT = SCALES_AT + OUTS * GROUP
 constexpr int ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // that are copied
 constexpr int STAGE_BYTES = BITS == 4 ? (ZEROS_AT + OUTS * ZERO_BYTES + 15) / 16 * 16 : SCALES_AT;  // of a warp
 constexpr int MAX_ROWS = 8;                        // columns of the matrix products
-constexpr int PADDING = 8;                         // numbers behind a row in shared memory, against bank conflicts
+#if BITS == 8
+typedef u16 Number;                                // of rows in shared memory: float16
+constexpr int COLUMNS = 1, PADDING = 8;            // of a row; numbers behind it, against bank conflicts
+constexpr int SUMS = 4;                            // of a thread: of two outputs and two rows
+#else
+typedef u8 Number;                                 // half an integer
+constexpr int COLUMNS = 2, PADDING = 64;           // upper halves, then lower ones
+constexpr int SUMS = 2;                            // of two outputs and a row
+#endif
 
 struct Arguments {
     const u16 *x;
@@ -78,27 +90,28 @@ __device__ __forceinline__ float scale_of(u32 two, int which) {
     return x;
 }
 
-__device__ __forceinline__ u32 minus(u32 x, u32 y) {  // pairs of float16
-    u32 bits;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(bits) : "r"(x), "r"(y));
-    return bits;
-}
-template <u32 MASK> __device__ __forceinline__ u32 above_1024(u32 codes) {  // (codes & MASK) as pairs of 1024 + code
-    u32 bits;
-    asm("lop3.b32 %0, %1, %2, 0x64006400, 0xea;" : "=r"(bits) : "r"(codes), "n"(MASK));
-    return bits;
-}
-
 __device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((u16)four));
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
 }
 
-// 16 outputs times 8 rows, 16 inputs; of which a thread has 4, two of them in each word.
+// 16 outputs times 8 columns, 16 inputs; of which a thread has 4, two of them in each word.
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 outputs times 8 columns, 32 inputs or 16; of which a thread has 4 in each word.
+__device__ __forceinline__ void multiply(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply(int (&sums)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(b0));
 }
 
 __device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
@@ -137,12 +150,9 @@ __device__ __forceinline__ int second_output(const Arguments &a, int tile, int w
     return a.gated ? a.num_out + first_output(a, tile, within) : first_output(a, tile, within + OUTS / 2);
 }
 
-// The products of a stage: added to `sums`, or times the scales of their groups to `total`. A thread has the outputs
-// lane / 4 and 8 behind it, and two rows of its own.
 #if BITS == 8
-__device__ __forceinline__ void multiply_stage(
-    const Arguments &a, const u8 *stage, const u16 *own, Place at, float (&sums)[2][4], float (&total)[4]
-) {
+// The products of a stage, added to `sums`. A thread has the outputs lane / 4 and 8 behind it, and two rows of its own.
+__device__ __forceinline__ void multiply_stage(const u8 *stage, const u16 *own, float (&sums)[2][4]) {
     const u8 *from = stage + (threadIdx.x & 31) * 16;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -160,19 +170,31 @@ __device__ __forceinline__ void multiply_stage(
     }
 }
 #else
-// Codes of four inputs, in the lower or the upper halves of two words of two outputs: minus their zero points, exactly.
-template <u32 MASK> __device__ __forceinline__ void multiply_codes(
-    float (&sums)[4], u32 one, u32 two, const u32 (&zeros)[2], u32 x0, u32 x1
+// What the integers of a row count in a group of inputs, over 16; and their sum.
+struct InGroup {
+    float unit;
+    int sum;
+};
+
+__device__ __forceinline__ void add_group(
+    float (&total)[SUMS], const int (&lower)[4], const int (&upper)[4], InGroup x, const float (&scales)[2],
+    const int (&zeros)[2]
 ) {
-    multiply(sums, minus(above_1024<MASK>(one), zeros[0]), minus(above_1024<MASK>(two), zeros[1]),
-             minus(above_1024<MASK>(one >> 8), zeros[0]), minus(above_1024<MASK>(two >> 8), zeros[1]), x0, x1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int low = lower[2 * half] * 256 + lower[2 * half + 1], high = upper[2 * half] * 256 + upper[2 * half + 1];
+        total[half] += (float)(low * 16 + high - zeros[half] * x.sum) * (x.unit * scales[half]);
+    }
 }
 
+// The products of a stage, times the scales of their groups, added to `total`. A thread has the outputs lane / 4 and 8
+// behind it, and the row lane % 4. `odd` says of each output whether its zero points begin with the upper two bytes.
 __device__ __forceinline__ void multiply_stage(
-    const Arguments &a, const u8 *stage, const u16 *own, Place at, float (&sums)[2][4], float (&total)[4]
+    const u8 *stage, const u8 *own, const InGroup *groups, bool has_zeros, const bool (&odd)[2], float (&total)[SUMS]
 ) {
+    constexpr u32 LOWER = 0x0f0f0f0f, UPPER = 0xf0f0f0f0;  // codes; 16 times codes
     int lane = threadIdx.x & 31, within = lane / 4;
-    u32 words_at = (u32)__cvta_generic_to_shared(stage) + lane * 16;
+    u32 line_at = (u32)__cvta_generic_to_shared(stage) + lane % 8 * STEP_BYTES;
     u32 zeros[2][(GROUPS + 3) / 4], scales[2][GROUPS / 2];
     __syncwarp();  // a thread reads what others have copied
 #pragma unroll
@@ -183,35 +205,45 @@ __device__ __forceinline__ void multiply_stage(
             scales[half][j] = *(const u32 *)(stage + SCALES_AT + (output * GROUPS + j * 2) * 2);
 #pragma unroll
         for (int j = 0; j < (GROUPS + 3) / 4; ++j) {
-            zeros[half][j] = a.zeros ? *(const u32 *)(stage + ZEROS_AT + output * ZERO_BYTES + j * 4) : 0x08080808;
-            if (GROUPS == 2 && a.zeros) {  // two of the four bytes that were copied
-                int row = half ? second_output(a, at.tile, within) : first_output(a, at.tile, within);
-                zeros[half][j] >>= 8 * ((row * a.scale_row + at.step * GROUPS) & 3);
-            }
+            zeros[half][j] = has_zeros ? *(const u32 *)(stage + ZEROS_AT + output * ZERO_BYTES + j * 4) : 0x08080808;
+            if (GROUPS == 2 && odd[half]) zeros[half][j] >>= 16;
         }
     }
+    int lower[4] = {}, upper[4] = {};
+    auto end_group = [&](int group) {
+        float scale[2];
+        int zero[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            scale[half] = scale_of(scales[half][group / 2], group % 2);
+            zero[half] = (zeros[half][group / 4] >> group % 4 * 8 & 255) * 16;
+        }
+        add_group(total, lower, upper, groups[group], scale, zero);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) lower[k] = upper[k] = 0;
+    };
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-        u32 first[4], second[4];
-        load_words(first, words_at + part * 512), load_words(second, words_at + 1024 + part * 512);
+        u32 first[4], second[4], words_at = line_at + ((part * 4 + lane / 8) ^ lane % 8) * 16;
+        load_words(first, words_at), load_words(second, words_at + OUTS / 2 * STEP_BYTES);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int chunk = part * 4 + j, group = chunk * 32 / GROUP;
+        for (int j = 0; j < 4; j += 2) {  // two chunks of 32 inputs
+            int chunk = part * 4 + j;
             uint4 x = *(const uint4 *)(own + chunk * 32);
-            u32 lower[2], upper[2];  // zero points as codes are, pairs of 1024 + z and 1024 + 16 z
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                lower[half] = __byte_perm(zeros[half][group / 4], 0x64646464, 0x4040 + group % 4 * 0x0101);
-                upper[half] = lower[half] * 16 + (0x64006400u - 16u * 0x64006400u);
+            if (GROUP == 32) {
+                multiply(lower, first[j] & LOWER, second[j] & LOWER, x.x);
+                multiply(upper, first[j] & UPPER, second[j] & UPPER, x.z);
+                end_group(chunk);
+                multiply(lower, first[j + 1] & LOWER, second[j + 1] & LOWER, x.y);
+                multiply(upper, first[j + 1] & UPPER, second[j + 1] & UPPER, x.w);
+                end_group(chunk + 1);
+            } else {
+                multiply(lower, first[j] & LOWER, second[j] & LOWER, first[j + 1] & LOWER, second[j + 1] & LOWER,
+                         x.x, x.y);
+                multiply(upper, first[j] & UPPER, second[j] & UPPER, first[j + 1] & UPPER, second[j + 1] & UPPER,
+                         x.z, x.w);
+                if ((chunk + 2) * 32 % GROUP == 0) end_group(chunk * 32 / GROUP);
             }
-            multiply_codes<0x000f000f>(sums[0], first[j], second[j], lower, x.x, x.y);
-            multiply_codes<0x00f000f0>(sums[0], first[j], second[j], upper, x.z, x.w);
-            if ((chunk + 1) * 32 % GROUP == 0)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    total[k] += scale_of(scales[k / 2][group / 2], group % 2) * sums[0][k];
-                    sums[0][k] = 0.f;
-                }
         }
     }
     __syncwarp();  // before the stage is asked for again
@@ -222,8 +254,9 @@ struct Shared {
     float largest[MAX_ROWS][WARPS], squares[MAX_ROWS][WARPS], factors[MAX_ROWS];
 };
 
-__device__ __forceinline__ int row_numbers(const Arguments &a) { return a.num_in + PADDING; }  // in shared memory
+__device__ __forceinline__ int column_numbers(const Arguments &a) { return a.num_in + PADDING; }  // in shared memory
 
+#if BITS == 8
 // Rows times the weight of their norm as float16, each times a power of two; and the factors of their products.
 __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
@@ -259,37 +292,94 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *r
             if (a.norm) unpack(*(const uint4 *)(a.norm + i), norm);
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = (a.norm ? x[j] * norm[j] : x[j]) * scale;
-            u16 *to = rows + row * row_numbers(a) + i;
-            if (BITS == 4) {
-                // A word of codes has inputs 0 to 3 of a lane of 16 in its lower halves, 8 to 11 in its upper ones, and
-                // is read as pairs of bytes 0 and 2, 1 and 3; or inputs 4 to 7 and 12 to 15. Codes in upper halves
-                // count 16 times.
-                float by = i & 8 ? 1.f / 16 : 1.f;
-                to = rows + row * row_numbers(a) + (i & ~15) + (i & 8) / 2;
-                *(uint2 *)to = make_uint2(half_pair(x[0] * by, x[2] * by), half_pair(x[1] * by, x[3] * by));
-                *(uint2 *)(to + 8) = make_uint2(half_pair(x[4] * by, x[6] * by), half_pair(x[5] * by, x[7] * by));
-            } else
-                *(uint4 *)to = make_uint4(
-                    half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]), half_pair(x[6], x[7])
-                );
+            *(uint4 *)(rows + row * column_numbers(a) + i) = make_uint4(
+                half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]), half_pair(x[6], x[7])
+            );
         }
     }
     __syncthreads();
 }
+#else
+__device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  // [rows, num_in / GROUP]
+    return (InGroup *)(rows + a.rows * COLUMNS * column_numbers(a));
+}
 
-extern "C" __global__ void __launch_bounds__(THREADS) streamed_linear(const __grid_constant__ Arguments a) {
+// Rows times the weight of their norm as integers below 2^14, each group of inputs times a power of two; and the
+// factors of their products.
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows) {
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    InGroup *groups = groups_of(a, rows);
+    for (int row = 0; row < a.rows; ++row) {
+        float sum = 0.f, x[8], norm[8];
+        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {  // whole warps
+            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
+            if (a.norm) unpack(*(const uint4 *)(a.norm + i), norm);
+            float most = 0.f;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                sum += x[j] * x[j];
+                if (a.norm) x[j] *= norm[j];
+                most = fmaxf(most, fabsf(x[j]));
+            }
+#pragma unroll
+            for (int other = GROUP / 16; other; other >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+            int exponent = max(__float_as_int(most) >> 23, 18);
+            float scale = __int_as_float((267 - exponent) << 23);  // times most: in [2^13, 2^14)
+            // A word of codes has four inputs of a lane of 16 in its lower halves, and those 8 behind in its upper
+            // ones. A thread reads what it multiplies with words of two chunks of 32 inputs at once.
+            u8 *to = rows + row * COLUMNS * column_numbers(a) + (i & ~63) + (i & 16) * 2 + (i & 8) + (i & 32) / 8;
+            int whole = 0;
+#pragma unroll
+            for (int word = 0; word < 2; ++word) {
+                u32 v[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) v[j] = __float2int_rn(x[word * 4 + j] * scale), whole += (int)v[j];
+                *(u32 *)(to + column_numbers(a) + word * 16) =
+                    __byte_perm(__byte_perm(v[0], v[1], 0x40), __byte_perm(v[2], v[3], 0x40), 0x5410);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) v[j] += 128;  // lower halves are signed
+                *(u32 *)(to + word * 16) =
+                    __byte_perm(__byte_perm(v[0], v[1], 0x51), __byte_perm(v[2], v[3], 0x51), 0x5410);
+            }
+#pragma unroll
+            for (int other = GROUP / 16; other; other >>= 1) whole += __shfl_xor_sync(~0u, whole, other);
+            float unit = __int_as_float((exponent - 17) << 23);
+            if (exponent == 255) unit = most - most;  // infinity: no number
+            if (i % GROUP == 0) groups[row * (a.num_in / GROUP) + i / GROUP] = {unit, whole};
+        }
+#pragma unroll
+        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
+        if (lane == 0) s.squares[row][warp] = sum;
+    }
+    __syncthreads();
+    if (thread < a.rows) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += s.squares[thread][i];
+        s.factors[thread] = a.norm ? rsqrtf(sum / a.num_in + a.eps) : sum == sum ? 1.f : sum;  // no number stays none
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ Shared s;
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, within = lane / 4, quarter = lane % 4;
     int tiles = (a.tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     int steps = a.num_in / STEP;
-    // Codes of 4 bits: chunks of 16 bytes (32 inputs) of 8 outputs lie together, for ``load_words``. Else each thread
-    // reads what it has copied.
-    int place_in_stage = (BITS == 4 ? quarter * 8 + within : lane) * 16;
+    // Weights of 8 bits: 64 bytes of 8 outputs at a time, and each thread reads what it has copied. Codes of 4 bits: 128
+    // bytes of 4 outputs, whose chunks of 16 bytes change places against bank conflicts of ``load_words``. They stay in
+    // one line of shared memory, for else the copies of a warp would be one request for each chunk.
+    constexpr int LINES = BITS == 4 ? 4 : 2, LANES = 2 * LINES;  // that a thread copies of a tile; threads of a line
+    int copied = lane / LANES, chunk = lane % LANES;
     u8 *ring = shared + warp * STAGES * STAGE_BYTES;
-    u16 *rows = (u16 *)(shared + WARPS * STAGES * STAGE_BYTES);  // [rows, row_numbers]
-    float *parts = (float *)(rows + a.rows * row_numbers(a));       // [tiles, WARPS, OUTS, rows]
-    float *scales = parts + tiles * WARPS * OUTS * a.rows;       // [tiles, OUTS]
+    Number *rows = (Number *)(shared + WARPS * STAGES * STAGE_BYTES);
+    int row_bytes = COLUMNS * column_numbers(a) * (int)sizeof(Number);
+#if BITS == 4
+    row_bytes += a.num_in / GROUP * (int)sizeof(InGroup);
+#endif
+    float *parts = (float *)((u8 *)rows + a.rows * row_bytes);  // [tiles, WARPS, OUTS, rows]
+    float *scales = parts + tiles * WARPS * OUTS * a.rows;      // [tiles, OUTS]
 
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -297,21 +387,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) streamed_linear(const __gr
     int items = max(0, (tiles * steps - warp + WARPS - 1) / WARPS);
     Place asked{0, 0};
     asked.advance(warp, steps);
+    const u8 *lines[LINES], *few;  // of the tile, at its first step
+    auto find_tile = [&] {
+#pragma unroll
+        for (int k = 0; k < LINES; ++k) {
+            int place = k % (LINES / 2) * (32 / LANES) + copied;
+            place = k < LINES / 2 ? first_output(a, asked.tile, place) : second_output(a, asked.tile, place);
+            lines[k] = a.weight + place * a.weight_row + chunk * 16;
+        }
+        int place = lane % (OUTS / 2);
+        place = lane & OUTS / 2 ? second_output(a, asked.tile, place) : first_output(a, asked.tile, place);
+        few = lane < OUTS ? (const u8 *)a.scales + place * (i64)a.scale_row * 2 : a.zeros + place * (i64)a.scale_row;
+    };
+    find_tile();
     auto request = [&](int slot) {
-        const u8 *one = a.weight + first_output(a, asked.tile, within) * a.weight_row;
-        const u8 *two = a.weight + second_output(a, asked.tile, within) * a.weight_row;
-        int offset = asked.step * STEP_BYTES + quarter * 16;
-        u32 stage = ring_address + slot * STAGE_BYTES, to = stage + place_in_stage;
-        copy16(to, one + offset, policy), copy16(to + 512, one + offset + 64, policy);
-        copy16(to + 1024, two + offset, policy), copy16(to + 1536, two + offset + 64, policy);
+        int offset = asked.step * STEP_BYTES;
+        u32 stage = ring_address + slot * STAGE_BYTES;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            int line = k * 4 + copied;
+            if (BITS == 8) copy16(stage + k * 512 + lane * 16, lines[k / 2] + offset + k % 2 * 64, policy);
+            else copy16(stage + line * STEP_BYTES + (chunk ^ line % 8) * 16, lines[k % LINES] + offset, policy);
+        }
 #if BITS == 4
-        int place = lane % OUTS, half = place / (OUTS / 2), output = place % (OUTS / 2);
-        output = half ? second_output(a, asked.tile, output) : first_output(a, asked.tile, output);
-        i64 group = output * (i64)a.scale_row + asked.step * GROUPS;
-        if (lane < OUTS) copy_few<GROUPS * 2>(stage + SCALES_AT + place * GROUPS * 2, (const u16 *)a.scales + group);
-        else if (a.zeros) copy_few<ZERO_BYTES>(stage + ZEROS_AT + place * ZERO_BYTES, a.zeros + (group & -ZERO_BYTES));
+        if (lane < OUTS)
+            copy_few<GROUPS * 2>(stage + SCALES_AT + lane * GROUPS * 2, few + asked.step * GROUPS * 2);
+        else if (a.zeros)
+            copy_few<ZERO_BYTES>(stage + ZEROS_AT + (lane - OUTS) * ZERO_BYTES,
+                                 (const u8 *)((u64)(few + asked.step * GROUPS) & ~(u64)(ZERO_BYTES - 1)));
 #endif
+        int tile = asked.tile;
         asked.advance(WARPS, steps);
+        if (asked.tile != tile) find_tile();
     };
     for (int i = 0; i < STAGES; ++i) {
         if (i < items) request(i);
@@ -333,41 +440,65 @@ extern "C" __global__ void __launch_bounds__(THREADS) streamed_linear(const __gr
     if (items <= STAGES) start_next();
     place_rows(a, s, rows);
 
-    float sums[2][4] = {}, total[4] = {};
+    float total[SUMS] = {};
     Place at{0, 0};
     at.advance(warp, steps);
     // columns without a row repeat the last one
-    const u16 *own = rows + min(within, a.rows - 1) * row_numbers(a) + quarter * (BITS == 4 ? 8 : 16);
+    const Number *own = rows + min(within, a.rows * COLUMNS - 1) * column_numbers(a) + quarter * 16;
+#if BITS == 8
+    float sums[2][4] = {};
+#else
+    const InGroup *groups = groups_of(a, rows) + min(quarter, a.rows - 1) * (a.num_in / GROUP);
+#endif
     auto finish = [&](int tile) {
         float *part = parts + (tile * WARPS + warp) * OUTS * a.rows;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int row = quarter * 2 + i % 2;
-            float sum = total[i] + (sums[0][i] + sums[1][i]);
-            if (row < a.rows) part[(within + i / 2 * (OUTS / 2)) * a.rows + row] = sum;
-            total[i] = sums[0][i] = sums[1][i] = 0.f;
+        for (int i = 0; i < SUMS; ++i) {
+#if BITS == 8
+            int row = quarter * 2 + i % 2, half = i / 2;
+            total[i] += sums[0][i] + sums[1][i];
+            sums[0][i] = sums[1][i] = 0.f;
+#else
+            int row = quarter, half = i;
+#endif
+            if (row < a.rows) part[(within + half * (OUTS / 2)) * a.rows + row] = total[i];
+            total[i] = 0.f;
         }
     };
     for (int i = 0, slot = 0; i < items; ++i, slot = slot + 1 == STAGES ? 0 : slot + 1) {
+#if BITS == 8
         float scale[2];
-        if (BITS == 8 && a.scale_steps)
+        if (a.scale_steps)
             for (int half = 0; half < 2; ++half) {
                 int row = half ? second_output(a, at.tile, within) : first_output(a, at.tile, within);
                 scale[half] = ((const float *)a.scales)[row / a.scale_outs * (i64)a.scale_row + at.step];
             }
         wait_for_oldest();
-        multiply_stage(a, ring + slot * STAGE_BYTES, own + at.step * STEP, at, sums, total);
+        multiply_stage(ring + slot * STAGE_BYTES, own + at.step * STEP, sums);
+#else
+        bool odd[2] = {};
+        if (GROUPS == 2 && a.zeros) {  // two of the four bytes that were copied
+            odd[0] = first_output(a, at.tile, within) * (a.scale_row / 2) + at.step & 1;
+            odd[1] = second_output(a, at.tile, within) * (a.scale_row / 2) + at.step & 1;
+        }
+        wait_for_oldest();
+        multiply_stage(
+            ring + slot * STAGE_BYTES, own + at.step * STEP, groups + at.step * GROUPS, a.zeros, odd, total
+        );
+#endif
         if (i + STAGES < items) {
             request(slot);
             if (i + STAGES + 1 == items) start_next();
         }
         commit();
-        if (BITS == 8 && a.scale_steps)
+#if BITS == 8
+        if (a.scale_steps)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 total[j] += scale[j / 2] * (sums[0][j] + sums[1][j]);
                 sums[0][j] = sums[1][j] = 0.f;
             }
+#endif
         int tile = at.tile;
         at.advance(WARPS, steps);
         if (at.tile != tile || i + 1 == items) finish(tile);

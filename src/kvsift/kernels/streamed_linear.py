@@ -18,10 +18,10 @@ from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 
 MAX_ROWS = 4  # more take too much shared memory
-# outputs of a tile; warps of a block, and their stages by bits, of 16 settings the fastest for one row on an H100; one
-# less where shared memory is needed for rows. Two blocks on one processor are slower: a kernel that is launched early
-# has two on some then, and none on others.
-OUTS, WARPS, STAGES = 16, 16, {8: 4, 4: 3}
+# outputs of a tile; warps of a block, and their stages: of 16 settings the fastest for one row on an H100; fewer stages
+# where shared memory is needed for rows. Two blocks on one processor are slower: a kernel that is launched early has
+# two on some then, and none on others.
+OUTS, WARPS, STAGES = 16, 16, 4
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
 
 
@@ -109,14 +109,14 @@ def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> tuple[int, int, int] 
     """Return the blocks of a launch, one per processor, the stages of a warp, and the bytes of shared memory that each
     block needs; None if it has too few."""
     rows, num_in = x.shape
-    stage = OUTS * 128  # bytes of weights, and of scales and zero points of 256 codes
+    stage, row = OUTS * 128, 2 * (num_in + 8)  # bytes of weights; of a row and its padding
     if isinstance(weight, Int4Weight):
-        stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))
+        stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
+        row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
     blocks = min(_tiles(weight), _processors(x.device))
     sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
-    most = STAGES[_bits(weight)]
-    for stages in (most, most - 1):
-        shared = WARPS * stages * stage + rows * (num_in + 8) * 2 + sums
+    for stages in range(STAGES, 1, -1):
+        shared = WARPS * stages * stage + rows * row + sums
         if shared <= SHARED_BYTES:
             return blocks, stages, shared
     return None
