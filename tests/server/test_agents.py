@@ -15,7 +15,7 @@ from server.serving import Served
 
 import kvsift
 from kvsift.server.app import build
-from kvsift.server.responses import ChatCompletion, MessageBody, ResponseObject
+from kvsift.server.response_bodies import ChatCompletion, MessageBody, ResponseObject
 from kvsift.server.settings import ServerSettings
 
 ASKED = [{"role": "user", "content": "What is the weather?"}]

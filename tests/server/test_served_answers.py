@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from server.serving import PLAN, Served, events, metric, texts, until
 
 import kvsift
-from kvsift.server.responses import ChatCompletion, Completion, Error
+from kvsift.server.response_bodies import ChatCompletion, Completion, Error
 
 LONG = text_of(700)
 

@@ -22,7 +22,7 @@ from kvsift.server.api_errors import ApiError, refusals
 from kvsift.server.bodies import json_of
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.messages_api import MessagesForm, MessagesRequest
-from kvsift.server.responses import (
+from kvsift.server.response_bodies import (
     ChatCompletion,
     Completion,
     DetokenizedText,

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from kvsift import __version__
 from kvsift.server.jobs import Piece, ServerJob
-from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
+from kvsift.server.response_bodies import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
 from kvsift.server.tool_calls import PLAIN, AnswerParser, AnswerPart, Dialect, blocks, call_id
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvsift.server.responses import Error, ErrorType
+from kvsift.server.response_bodies import Error, ErrorType
 
 MEANINGS = {
     400: "A field is wrong, or the prompt too long.",

@@ -14,7 +14,7 @@ from kvsift.errors import unknown
 from kvsift.server.answers import DONE, event
 from kvsift.server.api_errors import ApiError, refusals
 from kvsift.server.bodies import MOST_BYTES, body_of, charset_of_body, kind_of_body
-from kvsift.server.responses import DeletedDocument, DocumentKinds, DocumentList, DocumentObject
+from kvsift.server.response_bodies import DeletedDocument, DocumentKinds, DocumentList, DocumentObject
 from kvsift.server.schemas import DocumentRequest, json_body, parse
 from kvsift.server.served_document import ServedDocument
 from kvsift.server.streams import STREAM, EventResponse, while_connected

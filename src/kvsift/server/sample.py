@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-from kvsift.server.responses import SampleDocument
+from kvsift.server.response_bodies import SampleDocument
 
 NAME = "chronicle-of-tarn.txt"
 ABOUT = (

@@ -8,7 +8,7 @@ from time import monotonic, time
 from typing import Any, Literal
 
 from kvsift.server.api_errors import ApiError
-from kvsift.server.responses import DocumentObject
+from kvsift.server.response_bodies import DocumentObject
 
 Status = Literal["reading", "ready", "failed"]
 
