@@ -63,6 +63,14 @@ class LayerShape(NamedTuple):
     origin: Origin | None = None  # the model, where that is known
 
     @property
+    def attention_index(self) -> int:
+        """Number of the layer among its ``peers``, from 0, as budgets count ``dense_layers``; the true index where they
+        are unknown, -1 if it is none of them."""
+        if not self.peers:
+            return self.layer
+        return self.peers.index(self.layer) if self.layer in self.peers else -1
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads

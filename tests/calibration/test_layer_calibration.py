@@ -130,10 +130,12 @@ def test_layers_that_kvsift_does_not_attend_are_no_part_of_it(tmp_path: Path) ->
     llm = LLM(write_model(tmp_path / "Gemma2", "Gemma2", num_hidden_layers=6, layer_types=types), "dense", device="cpu")
     texts = [DecodedText(llm.tokenizer(text_of(400))["input_ids"][:LENGTH], LENGTH - DECODED)]
     out = tmp_path / "anchors.json"
-    facts = calibrate_layers(llm, texts, {}, out, LayerOptions(SELECTED, dense_layers=(1,), anchors=1))
+    facts = calibrate_layers(llm, texts, {}, out, LayerOptions(SELECTED, dense_layers=(0,), anchors=1))
     assert (facts["anchors"], facts["dense"], list(facts["reuse"])) == ([3], [1], [5])
-    answer = llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:anchors={out}", max_new_tokens=3)
+    answer = llm.generate(
+        text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=0:anchors={out}", max_new_tokens=3
+    )
     seqs = {seq["layer"]: seq["sparse_queries"] for seq in answer.stats["layers"] if seq["phase"] == "decode"}
     assert {layer for layer, sparse in seqs.items() if sparse} == {5}
-    with refused("unsupported_plan: layer 5 reuses the selection of layer 3"):
-        llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=3:anchors={out}")
+    with refused("unsupported_plan: layer 2 reuses the selection of layer 1"):
+        llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=1:anchors={out}")

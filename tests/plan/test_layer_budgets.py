@@ -83,7 +83,7 @@ def in_layer(plan: Plan, layer: int) -> LayerBudget:
 
 
 def test_dense_layers_and_those_of_others_are_no_part_of_the_pyramid() -> None:
-    plan = Plan(decode=Rule(OracleTokens(), Budget(tokens=268, dense_layers=(0, 1), layer_budgets="pyramid")))
+    plan = Plan(decode=Rule(OracleTokens(), Budget(tokens=268, dense_layers=(0,), layer_budgets="pyramid")))
     budgets = [in_layer(plan, layer) for layer in LAYERS[1:]]
     assert [budget.pyramid_rank[:2] for budget in budgets] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert [budget.limit(FAR) for budget in budgets] == [68 + 390, 68 + 264, 68 + 138, 68 + 12]  # of 200 each
@@ -130,7 +130,9 @@ def test_counted_tokens_of_a_pyramid_are_the_budget_in_the_mean(method: Any) -> 
 
 
 def test_a_ratio_makes_a_pyramid_for_every_length() -> None:
-    plan = Plan(decode=Rule(OracleTokens(), Budget(ratio=0.25, sinks=0, window=5, layer_budgets="pyramid")))
+    plan = Plan(
+        decode=Rule(OracleTokens(), Budget(ratio=0.25, sinks=0, window=5, dense_layers=(0,), layer_budgets="pyramid"))
+    )
     budgets = [in_layer(replace(plan), layer) for layer in LAYERS[1:]]
     for context in (100, 101, 400, 9000):
         nominal = Budget(ratio=0.25).limit(context)

@@ -43,7 +43,7 @@ class LayerOptions:
 
     Attributes:
         selected: tokens that a head selects.
-        dense_layers: layers that are left out, because plans leave them dense.
+        dense_layers: as in ``Budget``; they are left out, because plans leave them dense.
         anchors: how many layers select; None: as few as ``min_recovery`` allows.
         min_recovery: the least that a layer may be expected to recover, as a share of what it would by itself.
     """
@@ -71,7 +71,8 @@ class LayerPairs:
         self.recovered: dict[tuple[int, int], Tensor] = {}
         self.num_queries = 0
         self.layers: dict[int, tuple[int, int]] = {}  # query and KV heads
-        self._selected, self._dense = selected, dense_layers
+        self._selected, self._budget = selected, Budget(dense_layers=tuple(dense_layers))
+        self._dense: set[int] = set()  # true indices
         self._best: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by position and layer, of the present text
 
     def begin(self) -> None:
@@ -82,7 +83,9 @@ class LayerPairs:
         """Compare the query at ``start`` in a layer, [num_query_heads, 1, head_dim], with those of the layers below."""
         layer = shape.layer
         self.layers[layer] = heads = shape.num_query_heads, shape.num_kv_heads
-        candidates = Budget().candidates(start, 1)
+        candidates = self._budget.candidates(start, 1)
+        if self._budget.is_dense(shape):
+            self._dense.add(layer)
         if candidates.count <= self._selected or layer in self._dense:
             return
         shares = exact_shares(shape, queries, keys).unflatten(0, (shape.num_kv_heads, -1)).mean(1)

@@ -379,9 +379,8 @@ class Executor:
 
     def pages_of(self, seq: EngineSequence) -> int:
         """The most pages' worth of memory that a sequence needs."""
-        layers = [layer.layer for layer in self._runner.directory.full_layers]
-        length = len(seq.request.ids) + _room_behind(seq)
-        return -(-stored_tokens(seq.request.plan, layers, length, self._runner.chunk_size) // self.page_size)
+        num_layers, length = len(self._runner.directory.full_layers), len(seq.request.ids) + _room_behind(seq)
+        return -(-stored_tokens(seq.request.plan, num_layers, length, self._runner.chunk_size) // self.page_size)
 
     def room(self, kv: KVPool) -> int | None:
         """Pages for which there is memory beside a pool; None if unknown."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -67,7 +66,7 @@ def require_memory(
         InputError: with the memory needed, the memory free, and what would help.
     """
     on_host = place.in_host_memory and device.type != "cpu"
-    num_stored = stored_tokens(plan, [layer.layer for layer in directory.full_layers], num_tokens, chunk_size)
+    num_stored = stored_tokens(plan, len(directory.full_layers), num_tokens, chunk_size)
     on_device = min(num_tokens, chunk_size) if on_host else num_stored
     if on_host:
         on_device += place.store.device_tokens(num_tokens, summary_share(place), **dict(place.knobs))
@@ -108,13 +107,13 @@ def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_token
         )
 
 
-def stored_tokens(plan: Plan, layers: Sequence[int], num_tokens: int, chunk_size: int) -> int:
-    """Return the mean number of stored tokens per layer at the peak, including the method's state of other tokens;
-    ``layers`` are the indices of those with full attention."""
-    rule, num_layers = plan.decode, len(layers)
-    if rule is None or not plan.evicts_prompt or not layers:
+def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int) -> int:
+    """Return the mean number of stored tokens per layer with full attention, of which there are ``num_layers``, at the
+    peak, including the method's state of other tokens."""
+    rule = plan.decode
+    if rule is None or not plan.evicts_prompt or not num_layers:
         return num_tokens
-    dense = sum(layer in layers for layer in rule.budget.dense_layers)
+    dense = sum(layer < num_layers for layer in rule.budget.dense_layers)
     kept = max(rule.budget.limit(num_tokens), rule.budget.min_context)
     # a whole chunk is stored before eviction, which copies the tokens that are kept
     sparse_tokens = min(num_tokens, 2 * (kept + chunk_size) + int(summary_share(DEVICE) * num_tokens))

@@ -46,6 +46,7 @@ class LayerCache:
 
     Attributes:
         store: keys, values and page summaries.
+        number: that of the layer among those with full attention, from 0.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class LayerCache:
     ) -> None:  # fmt: skip
         check_placement(plan, placement, like.is_cuda)
         self.shape, self.stats, self.plan = shape, stats, _plan_in_layer(plan, shape)
+        self.number = shape.attention_index
         self.messages = LayerMessages() if messages is None else messages
         self.guards = Guards() if guards is None else guards
         self._forks = self.guards.forks
         place, page_size = Placement.of(placement), self.plan.page_size or _page_size_of(table) or DEFAULT_PAGE_SIZE
-        evicts = self.plan.evicts_in(shape.layer)
+        evicts = self.plan.evicts_in(shape)
         if evicts and self.plan.evicts_prompt:
             reserve = 0  # not even the prompt is ever stored as a whole
         arguments = shape, num_rows, page_size, like, self.plan.summaries, reserve
@@ -213,7 +215,7 @@ class LayerCache:
             return
         self.guards.clear()
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
-        evicts = plan.evicts_in(self.shape.layer)
+        evicts = plan.evicts_in(self.shape)
         if evicts and not self.store.evicts:
             self.store = EvictingStore.of(self.store)
         elif not evicts and isinstance(self.store, EvictingStore):

@@ -93,7 +93,7 @@ class MethodStates:
     def prepare(self, row: int, reader: RowReader, messages: LayerMessages) -> None:
         """Let the method of decode build its structures over what is stored of a sequence."""
         rule, length = self.plan.decode, reader.length
-        if rule is None or not length or rule.is_dense(self.shape.layer, length, length + 1):
+        if rule is None or not length or rule.is_dense(self.shape.attention_index, length, length + 1):
             return
         candidates = rule.budget.candidates(length, rule.method.unit_size)
         limit = Limit(min(rule.budget.units(length, rule.method.unit_size), candidates.count))
@@ -156,4 +156,4 @@ class MethodStates:
     def _is_idle(self, rule: Rule) -> bool:
         """Whether a method follows every token or seals, and never selects in this layer."""
         traits = rule.traits
-        return (traits.follows or traits.seals) and self.shape.layer in rule.budget.dense_layers
+        return (traits.follows or traits.seals) and rule.budget.is_dense(self.shape)

@@ -102,7 +102,7 @@ def groups_of(
 
     Args:
         rule: the rule by which they are attended.
-        layer: true index.
+        layer: its number among those with full attention.
         start, stop: positions.
         messages: layers of one pass share what they do not see densely.
         row: row of the pass.

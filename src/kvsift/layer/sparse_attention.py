@@ -109,7 +109,7 @@ class SparseAttention(LayerCache):
             rule = None
         elif rule is not None and rule.budget.min_recovery is not None:
             rule = self.guards.rule(row, start, rule, self.stats)
-        if rule is None or rule.is_dense(layer, start, segment.stop):
+        if rule is None or rule.is_dense(self.number, start, segment.stop):
             part = self._dense(segment, row, tally, learns=exact == "learning")
         else:
             part = self._sparse(row, segment, self._selector(row, rule, "decode", tally), None)
@@ -137,7 +137,7 @@ class SparseAttention(LayerCache):
 
     def _in_groups(self, segment: Segment, row: int, rule: Rule, tally: Tally) -> list[Part]:
         selector, parts = self._selector(row, rule, "prefill", tally), []
-        for group in groups_of(rule, self.shape.layer, segment.start, segment.stop, self.messages, row):
+        for group in groups_of(rule, self.number, segment.start, segment.stop, self.messages, row):
             queries = segment.queries[0, :, group.start - segment.start : group.stop - segment.start]
             if group.is_dense:
                 parts += [self._dense(piece, row, tally) for piece in group.segments(queries)]

@@ -69,7 +69,8 @@ class Method:
 
     @property
     def reused(self) -> Mapping[int, int]:
-        """By layer that reuses a selection, the layer that must have selected; empty if layers select by themselves."""
+        """By layer that reuses a selection, the layer that must have selected, both counted as ``Budget.dense_layers``;
+        empty if layers select by themselves."""
         return {}
 
     def check_layers(self, layers: Sequence[int]) -> None:

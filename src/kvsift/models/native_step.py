@@ -334,7 +334,7 @@ def _sparse(cache: SparseCache, dtype: torch.dtype) -> TokenView | None:
     if rule is None or rule.traits.unbounded:
         return None
     method, none = rule.method, Candidates(0, 0, rule.unit_size)
-    layers = [i for i, each in enumerate(cache.attentions) if each.shape.layer not in rule.budget.dense_layers]
+    layers = [i for i in range(len(cache.attentions)) if i not in rule.budget.dense_layers]
     if not layers:
         return None
     if isinstance(method, StreamingLLM):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from kvsift.errors import Conflict, InvalidValue
 from kvsift.methods import checks
-from kvsift.types import Candidates
+from kvsift.types import Candidates, LayerShape
 
 DEFAULT_TOKENS = 1024
 
@@ -43,7 +43,7 @@ class Budget:
         sinks: first tokens of the sequence, always visible; rounded up to units.
         window: most recent tokens, the query's own included, always visible; rounded up to units. 0 forces nothing:
             even the unit being filled competes (decode only).
-        dense_layers: true layer indices that always see everything.
+        dense_layers: layers that always see everything, counted from 0 among those with full attention.
         min_context: with fewer cached tokens everything is visible.
         layer_budgets: "equal", or "pyramid": lower layers see more tokens and upper ones fewer, the same in the mean
             (``plan.layer_budgets``).
@@ -106,6 +106,10 @@ class Budget:
                 f"to {always} tokens in units of {unit_size}. Give at least {always + unit_size}, or shrink window, "
                 "sinks or page_size."
             )
+
+    def is_dense(self, layer: LayerShape) -> bool:
+        """Whether a layer always sees everything."""
+        return layer.attention_index in self.dense_layers
 
     def limit(self, context: int) -> int:
         """Visible tokens allowed at a context length."""

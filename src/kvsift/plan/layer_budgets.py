@@ -82,9 +82,9 @@ def layer_plan(plan: Plan, shape: LayerShape) -> Plan:
 
 def _layer_rule(rule: Rule, shape: LayerShape) -> Rule:
     method, budget = rule.method, rule.budget
-    if budget.layer_budgets == "equal" or method.traits.unbounded or shape.layer in budget.dense_layers:
+    if budget.layer_budgets == "equal" or method.traits.unbounded or budget.is_dense(shape):
         return rule
-    layers = [layer for layer in shape.peers if layer not in budget.dense_layers]
+    layers = [layer for number, layer in enumerate(shape.peers) if number not in budget.dense_layers]
     if shape.layer not in layers:
         raise UnsupportedPlan(
             f"layer_budgets='pyramid' needs to know all layers of the model, and this attention layer ({shape.layer}) "

@@ -13,7 +13,7 @@ from kvsift.methods.base import Method, Phase
 from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import check, reasons
-from kvsift.types import Objections
+from kvsift.types import LayerShape, Objections
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -109,7 +109,8 @@ class Rule:
         return "decode" if "decode" in self.method.phases else "prefill"
 
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
-        """Whether queries at positions start to stop attend everything before them in this layer."""
+        """Whether queries at positions start to stop attend everything before them in the full-attention layer of this
+        number; -1: in one that is not in ``dense_layers``."""
         budget, traits = self.budget, self.traits
         if traits.unbounded or layer in budget.dense_layers or stop < budget.min_context:
             return True
@@ -203,10 +204,10 @@ class Plan:
         """Whether a sequence can forget its newest tokens, as it must after a step that failed."""
         return all(rule.traits.keeps_all and not rule.evicts for rule in self.rules)
 
-    def evicts_in(self, layer: int) -> bool:
+    def evicts_in(self, layer: LayerShape) -> bool:
         """Whether a layer evicts tokens for good."""
         rule = self.decode
-        return rule is not None and rule.evicts and layer not in rule.budget.dense_layers
+        return rule is not None and rule.evicts and not rule.budget.is_dense(layer)
 
     @property
     def page_size(self) -> int | None:

@@ -223,7 +223,7 @@ def test_anchors_and_a_correction_layer_are_refused(file: str) -> None:
 
 def test_an_anchor_that_the_budget_leaves_dense_is_refused_at_once(file: str) -> None:
     with refused("unsupported_plan"):
-        parse_plan(f"tidal_decode:anchors={file}:dense_layers=0+2")
-    plan = parse_plan(f"tidal_decode:anchors={file}:dense_layers=2+5")  # then nobody reuses it
+        parse_plan(f"tidal_decode:anchors={file}:dense_layers=0+3")  # of layers 2, 3, 5 and 7
+    plan = parse_plan(f"tidal_decode:anchors={file}:dense_layers=0+2")  # then nobody reuses it
     assert f"anchors={file}" in str(plan)
     assert parse_plan(str(plan)) == plan

@@ -16,8 +16,6 @@ from transformers import (
     DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     GemmaConfig,
@@ -75,11 +73,6 @@ def sliding_mistral() -> PreTrainedModel:
     return tiny("Mistral", sliding_window=16)
 
 
-def falcon_h1() -> PreTrainedModel:
-    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-    return FalconH1ForCausalLM(FalconH1Config(**{**SIZES, **mamba}))
-
-
 def gemma3n() -> PreTrainedModel:
     layers = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
     shared = {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [32] * 4}
@@ -97,7 +90,6 @@ REFUSED = {
     bart: ("BartForCausalLM", "of an encoder, or cross-attention"),
     gemma_both_ways: ("GemmaForCausalLM", "its attention is bidirectional"),
     sliding_mistral: ("MistralForCausalLM", "no full-attention layer (it attends through sliding windows)"),
-    falcon_h1: ("FalconH1ForCausalLM", "attention only in layers that also keep a recurrent state"),
     gemma3n: ("Gemma3nForCausalLM", "cache"),  # its upper layers attend what lower ones cached
 }
 

@@ -61,9 +61,9 @@ def test_sliding_layers_stay_the_model_s_own_and_are_not_counted(family: str) ->
     assert names == ["DynamicSlidingWindowLayer", "SparseLayer", "DynamicSlidingWindowLayer"]
 
 
-def test_dense_layers_are_those_of_the_model_sliding_ones_counted() -> None:
+def test_dense_layers_are_counted_among_those_with_full_attention() -> None:
     model = tiny("Gemma3", num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
-    with kvsift.sparse(model, SPARSE.replace("none", "0+1")) as run:
+    with kvsift.sparse(model, SPARSE.replace("none", "0+2")) as run:
         greedy(model, prompt())
     sparse_queries = {row["layer"]: row["sparse_queries"] for row in run.report()["layers"] if row["phase"] == "decode"}
     assert sparse_queries == {1: 0, 3: 9}

@@ -167,7 +167,7 @@ def add_steps(
         over_bus: as in ``add_counts``.
     """
     for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):
-        is_dense = rule is None or layer.shape.layer in rule.budget.dense_layers
+        is_dense = rule is None or rule.budget.is_dense(layer.shape)
         kv_bytes = _add(stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
         if over_bus:
             stats.tally(layer.shape.layer, "decode").kv_bytes_copied += kv_bytes

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsift.engine.sampling import Sampling, choice_of
 from kvsift.layer.paged_decode import ALWAYS
 from kvsift.plan.plan import Rule
+from kvsift.types import LayerShape
 
 PageNumbers = Sequence[int] | Tensor
 NO_PAGES: PageNumbers = ()  # of an idle slot
@@ -28,9 +29,9 @@ class Assignment(NamedTuple):
     rule: Rule | None  # of decode; None is dense
     dense_below: int = 0  # context length below which the sequence is dense in every layer
 
-    def dense_below_in(self, layer: int) -> int:
+    def dense_below_in(self, layer: LayerShape) -> int:
         """Return the context length below which the sequence is dense in a layer."""
-        return ALWAYS if self.rule is None or layer in self.rule.budget.dense_layers else self.dense_below
+        return ALWAYS if self.rule is None or self.rule.budget.is_dense(layer) else self.dense_below
 
 
 class Block(NamedTuple):

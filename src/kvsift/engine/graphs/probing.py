@@ -65,9 +65,9 @@ def _sparse_layers(slots: Slots, seq: CapturedSequence) -> list[int]:
     rule, length = seq.rule, seq.written
     if rule is None or seq.stats.probe_every == 0 or seq.dense[-1]:
         return []
-    numbers = [layer.shape.layer for layer in slots.layers]
-    sparse = [index for index, number in enumerate(numbers) if number not in rule.budget.dense_layers]
-    return [] if sparse and rule.is_dense(numbers[sparse[0]], length - 1, length) else sparse
+    shapes = [layer.shape for layer in slots.layers]
+    sparse = [index for index, shape in enumerate(shapes) if not rule.budget.is_dense(shape)]
+    return [] if sparse and rule.is_dense(shapes[sparse[0]].attention_index, length - 1, length) else sparse
 
 
 def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple[float, float]:

@@ -135,8 +135,8 @@ class Slots:
 
     def sparse_mode(self, rule: Rule | None) -> StepMode:
         """Return the mode of a step whose sequences have this rule and are not dense."""
-        dense = () if rule is None else rule.budget.dense_layers
-        return "mixed" if any(layer.method and layer.shape.layer in dense for layer in self.layers) else "sparse"
+        has_dense = rule and any(layer.method and rule.budget.is_dense(layer.shape) for layer in self.layers)
+        return "mixed" if has_dense else "sparse"
 
     def prepare(self, kind: StepKind) -> None:
         """Capture a step of this kind unless it is captured. The step is run, so no slot stays assigned."""
@@ -225,8 +225,7 @@ class Slots:
     def _assign_rules(self, seqs: Sequence[Assignment], free: int) -> None:
         budgets = [None if seq.rule is None else seq.rule.budget for seq in seqs]
         below = [
-            [min(ALWAYS, seq.dense_below_in(layer.shape.layer)) for seq in seqs] + [ALWAYS] * free
-            for layer in self.layers
+            [min(ALWAYS, seq.dense_below_in(layer.shape)) for seq in seqs] + [ALWAYS] * free for layer in self.layers
         ]
         if (budgets, below) == self._ruled:
             return
@@ -342,7 +341,7 @@ def _layer(
 ) -> DecodeLayer:  # fmt: skip
     """A layer above ``lower``, which are given by their true indices."""
     shape, (keys, values, summaries) = attention.shape, attention.store.pools()
-    methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
+    methods = [rule.method for rule in rules if rule is not None and not rule.budget.is_dense(shape)]
     assert all(method == methods[0] for method in methods), "sequences of one batch rank pages by one method"
     if not methods:
         return DecodeLayer(shape, batch, keys, values)

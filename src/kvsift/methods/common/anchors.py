@@ -109,7 +109,9 @@ class AnchoredMethod(Method):
     def reused(self) -> Mapping[int, int]:
         if self.anchors is None:
             return {}
-        return {layer: reuse.anchor for layer, reuse in read("anchors", self.anchors).reuse.items()}
+        found = read("anchors", self.anchors)
+        numbers = {layer: number for number, layer in enumerate(found.layers)}
+        return {numbers[layer]: numbers[reuse.anchor] for layer, reuse in found.reuse.items()}
 
     def check_layers(self, layers: Sequence[int]) -> None:
         if self.anchors is not None:

@@ -36,6 +36,7 @@ class AttendingLayer(CacheLayerMixin):
     def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.value_dim: int | None = None  # channels of values, which are stored as wide as keys; None: as many
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -53,6 +54,14 @@ class AttendingLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        head_dim, self.value_dim = key_states.shape[3], value_states.shape[3]
+        if self.value_dim > head_dim:
+            raise UnsupportedModel(
+                f"its values have {self.value_dim} channels and its keys {head_dim}; kvsift stores values that are at "
+                "most as wide as keys."
+            )
+        if self.value_dim < head_dim:  # stores and kernels have one width
+            value_states = torch.nn.functional.pad(value_states, (0, head_dim - self.value_dim))
         self._pending = key_states, value_states
         return self, self
 
@@ -120,7 +129,7 @@ def attention_forward(
             raise UnsupportedModel("a layer attends the cache of another layer; in kvsift every layer has its own.")
         sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
         shape = LayerShape(*sizes, scale, softcap, key.rope, key.peers, key.origin)
-        output = key.attend(shape, query, attention_mask, s_aux)
+        output = key.attend(shape, query, attention_mask, s_aux)[..., : key.value_dim]
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal  # a vision tower is bidirectional

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from kvsift.errors import NothingSkipped
 from kvsift.layer.accounting import RunStats, SharedStats
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
-from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.hf.layer import HybridLayer, SparseLayer
 from kvsift.models.hf.run import SparseRun
 from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, UNKNOWN_ROPE, PlanCase, check
 from kvsift.plan.plan import PHASES
@@ -23,6 +23,8 @@ from kvsift.plan.syntax import PlanSpec, parse_plan
 from kvsift.stores.background import new_thread
 from kvsift.stores.page_table import PageTable
 from kvsift.types import LayerShape
+
+FULL = DynamicLayer, LinearAttentionAndFullAttentionLayer  # layers of transformers that keep every token
 
 
 class SparseBlock:
@@ -74,7 +76,7 @@ class SparseBlock:
 
 
 class SparseCache(DynamicCache):
-    """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
+    """A transformers cache whose full attention is kvsift's; sliding layers and recurrent states stay as they are."""
 
     run: SparseRun
 
@@ -206,7 +208,7 @@ class SparseCache(DynamicCache):
     @property
     def can_undo(self) -> bool:
         """Whether ``undo`` can be called: sliding and linear layers drop tokens."""
-        return all(isinstance(layer, SparseLayer) for layer in self.layers)
+        return all(type(layer) is SparseLayer for layer in self.layers)
 
     def undo(self, length: int) -> None:
         """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
@@ -215,7 +217,11 @@ class SparseCache(DynamicCache):
 
     def mark(self) -> None:
         """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""
-        others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
+        others = {
+            index: layer.state() if isinstance(layer, HybridLayer) else deepcopy(layer)
+            for index, layer in enumerate(self.layers)
+            if type(layer) is not SparseLayer
+        }
         self._mark = self.get_seq_length(), others
         for attention in self._attending:
             attention.checkpoint()
@@ -235,7 +241,9 @@ class SparseCache(DynamicCache):
         for attention in self._attending:
             attention.store.check_crop(0, columns)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, SparseLayer):
+            if isinstance(layer, HybridLayer):
+                layer.rewind(columns, others[index])
+            elif isinstance(layer, SparseLayer):
                 layer.crop(columns - layer.columns)
             else:
                 self.layers[index] = deepcopy(others[index])
@@ -268,11 +276,13 @@ def take_layers(cache: Cache, run: SparseRun, config: Any) -> None:
     run.peers = tuple(
         index
         for index, layer in enumerate(cache.layers)
-        if type(layer) in (DynamicLayer, SparseLayer) and index not in over_images
+        if type(layer) in (*FULL, SparseLayer, HybridLayer) and index not in over_images
     )
     run.plan.check_layers(run.peers)
     cache.run = run
-    cache.layers = [
-        SparseLayer(run, index) if type(layer) is DynamicLayer and index in run.peers else layer
-        for index, layer in enumerate(cache.layers)
-    ]
+    for index in run.peers:
+        layer = cache.layers[index]
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = SparseLayer(run, index)
+        elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            cache.layers[index] = HybridLayer(run, index, layer.number_of_states)

@@ -30,7 +30,7 @@ def numbers_of(cache: SparseCache) -> list[dict[str, Any]]:
 
 
 def _numbers(index: int, layer: Any) -> dict[str, Any]:
-    if isinstance(layer, SparseLayer) and layer.attention is not None:
+    if type(layer) is SparseLayer and layer.attention is not None:
         return {name: getattr(layer.attention.shape, name) for name in NUMBERS}
     if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
         return {"cumulative_length": layer.cumulative_length}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvsift.errors import InputError, InvalidValue, UnsupportedCall, UnsupportedModel
 from kvsift.layer.sparse_attention import SparseAttention
@@ -62,7 +64,7 @@ class SparseLayer(AttendingLayer):
         for row, tokens in enumerate(rows):
             real = slice(tokens.shape[1]) if self.valid is None else self.valid[row].to(self.device)
             copies[row, :, real] = tokens.to(self.device)
-        return copies
+        return copies if which == 0 else copies[..., : self.value_dim]
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -263,6 +265,45 @@ class SparseLayer(AttendingLayer):
         )
 
     prefetch = offload
+
+
+class HybridLayer(SparseLayer, LinearAttentionLayer):
+    """A layer with kvsift's attention beside a recurrent state, such as Mamba's, which stays transformers' own."""
+
+    is_croppable = False
+
+    def __init__(self, run: SparseRun, layer: int, number_of_states: int = 1) -> None:
+        SparseLayer.__init__(self, run, layer)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *tokens: Tensor, **states: Any) -> None:
+        """Prepare for keys and values, which are given by position, or for a state, which is given by name."""
+        if tokens:
+            SparseLayer.lazy_initialization(self, *tokens)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **states)
+
+    def reset(self) -> None:
+        SparseLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedCall(
+            f"layer {self.layer} has a recurrent state, from which no token can be removed. Start with an empty cache."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the recurrent state."""
+        return deepcopy({name: vars(self)[name] for name in vars(LinearAttentionLayer())})
+
+    def rewind(self, columns: int, state: Mapping[str, Any]) -> None:
+        """Keep the first ``columns`` tokens, after which the state was this one."""
+        SparseLayer.crop(self, columns - self.columns)
+        self.__dict__.update(deepcopy(dict(state)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        SparseLayer.batch_select_indices(self, indices)
+        LinearAttentionLayer.reorder_cache(self, indices)
 
 
 def _attend_padded(

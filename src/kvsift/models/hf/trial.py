@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvsift.errors import InputError, UnsupportedModel
 from kvsift.layer.accounting import RunStats
@@ -63,11 +62,6 @@ def try_model(model: PreTrainedModel, takes_positions: bool) -> Rope | str:
 
 def _reason_without_layers(cache: SparseCache) -> str:
     """Why no layer of a cache is kvsift's."""
-    if any(isinstance(layer, DynamicLayer) and isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
-        return (
-            "has attention only in layers that also keep a recurrent state (such as Mamba's) in the same cache, which "
-            "kvsift cannot replace"
-        )
     windows = " (it attends through sliding windows)" if any(cache.is_sliding) else ""
     return f"has no full-attention layer{windows}; there is nothing for kvsift to make sparse"
 
