@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli.watched import Run
+from engine.tiny_directory import write_model
 
 from kvsift.methods import BUILT_IN, catalogue
 from kvsift.plan.syntax import BUDGET_KEYS, make_rule
@@ -136,8 +137,21 @@ def test_doctor_reports_versions_device_and_paths(run: Run, model: Path) -> None
     assert outcome.err == ""
     assert facts["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert facts["device"]["chosen"] == "cpu"
-    assert facts["embedded model"] == {"path": str(model), "dtype here": "float32"}
+    assert (facts["model"]["path"], facts["model"]["dtype here"]) == (str(model), "float32")
     assert all(isinstance(path, str) for path in facts["path"].values())
+
+
+def test_doctor_tells_what_the_layers_of_a_model_cache(run: Run, tmp_path: Path) -> None:
+    """A key and a value of two heads of 16 numbers of two bytes, in one layer; in three, of the last eight tokens."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    directory = write_model(tmp_path, "Gemma3", head_dim=16, num_key_value_heads=2, sliding_window=8, **layers)
+    facts = run("doctor", "--device", "cpu", "--dtype", "float16", "--json", "--model", str(directory)).document[
+        "model"
+    ]
+    assert facts["layers"] == "1 of 4 with full attention, 3 with sliding windows"
+    size = 2 * 2 * 16 * 2
+    assert facts["keys and values"] == f"{size} bytes per token"
+    assert facts["windows"] == f"{3 * 8 * size:,} bytes per sequence"
 
 
 @pytest.mark.usefixtures("embedded")

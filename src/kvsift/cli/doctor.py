@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,10 +16,14 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
-    """Report versions, device, memory and threads, and the code path of each kind of attention on this machine."""
+def doctor(
+    model: o.ModelOption = None, device: o.DeviceOption = "auto", dtype: o.DtypeOption = "auto",
+    as_json: o.JsonOption = False,
+) -> None:  # fmt: skip
+    """Report versions, device, memory and threads, the code path of each kind of attention on this machine, and what
+    the layers of a model cache."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-    facts = {"versions": versions, **_machine(device), **_vllm()}
+    facts = {"versions": versions, **_machine(device, dtype, model), **_vllm()}
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -51,7 +56,7 @@ def _vllm() -> dict[str, Any]:
     return {"vllm": findings()}
 
 
-def _machine(name: str) -> dict[str, Any]:
+def _machine(device_name: str, dtype_name: str, model: str | None) -> dict[str, Any]:
     import torch
 
     from kvsift import native, threads
@@ -60,9 +65,9 @@ def _machine(name: str) -> dict[str, Any]:
     from kvsift.models.hf.model_directory import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
     from kvsift.models.quantized import FORMATS
 
-    device = choose_device(name)
-    embedded = ModelDirectory.check(None)
-    dtype = choose_dtype("auto", device, embedded.config)
+    device = choose_device(device_name)
+    directory = ModelDirectory.check(model)
+    dtype = choose_dtype(dtype_name, device, directory.config)
     available = available_bytes(device)
     sample = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
     fused = fused_runs(sample, sample, causal=False)
@@ -86,8 +91,22 @@ def _machine(name: str) -> dict[str, Any]:
             "--dense-below auto makes them dense where that is measured to be faster: on a GPU in CUDA graphs, on a "
             "CPU with the fused forward pass",
         },
-        "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
+        "model": {
+            "path": str(directory.path),
+            "dtype here": str(dtype).removeprefix("torch."),
+            "layers": _layers(directory),
+            "keys and values": f"{directory.kv_bytes_per_token(dtype):,} bytes per token",
+            "windows": f"{directory.window_bytes(dtype, sys.maxsize):,} bytes per sequence",
+        },
     }
+
+
+def _layers(directory: Any) -> str:
+    """What the layers of a model keep of a sequence."""
+    total, full = directory.config.num_hidden_layers, len(directory.full_layers)
+    sliding = len(directory.kv_layers) - full
+    others = f", {total - full - sliding} without keys and values of their own" if total > full + sliding else ""
+    return f"{full} of {total} with full attention" + (f", {sliding} with sliding windows" if sliding else "") + others
 
 
 def _weights_path(name: str, device: Any) -> str:
