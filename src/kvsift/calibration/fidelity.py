@@ -219,13 +219,14 @@ class _CapturedSteps:
             below = 0 if rule is None else rule.budget.min_context
             self._slots.assign(
                 [
-                    Assignment(each.table.planned(0), length, token, Sampling(), 1, rule, below)
+                    Assignment(each.table.planned(0), length, token, Sampling(), 1, rule, below, each)
                     for each, length, token in zip(caches, lengths, tokens[0])
                 ],
                 len(tokens),
             )
             logits = self._slots.logits(tokens, kind)
-            for each, length in zip(caches, lengths):
+            for slot, (each, length) in enumerate(zip(caches, lengths)):
+                self._slots.save(slot, each, length + len(tokens))
                 each.advance(0, length + len(tokens), length + len(tokens), None)
         return list(logits.unbind(1))
 

@@ -29,6 +29,7 @@ from kvsift.models.captured_step import NO_STEP
 from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.slot_states import empty_states
 from kvsift.native.shapes import NOT_FINITE
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
@@ -61,6 +62,7 @@ class Executor:
         self._runner, self.steady = runner, runner.deterministic
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
+        self._states: dict[int, Any] = {}  # layers without pages, of no sequence
         self._groups: list[Group[Any]] = []  # of sequences that take captured steps
         self._pools = dict[int, KVPool]()  # by page size, of sequences whose pages are not of the loop's size
 
@@ -188,6 +190,7 @@ class Executor:
         """Keep what caches of other sequences are made with."""
         if attentions := cache.attentions:
             self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
+            self._states = self._states or empty_states(cache.layers)
 
     def most_verified(self, seq: EngineSequence) -> int:
         return MAX_SEQUENCES if seq.group is None else seq.group.most_verified(seq)
@@ -335,6 +338,7 @@ class Executor:
         cache.run.kv, cache.run.table = table.kv, table
         cache.rotation = rotation
         cache.adopt(self._shapes, self._like, 0, False, self._runner.chunk_size)
+        cache.take_states(self._states)
         cache.reserve_rows([0])  # and the scratch page
         return cache
 

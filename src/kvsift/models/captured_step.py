@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.hf.slot_states import SlotStates
 from kvsift.types import Objections
 
 NO_STEP: Objections = (  # to models, whatever their architecture: for where or what their weights are
@@ -31,7 +32,8 @@ class Step(Protocol):
 
     def __call__(
         self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
-        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+        summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
+        watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; store its keys and values.
 
@@ -39,10 +41,11 @@ class Step(Protocol):
             tokens: int64 [batch].
             angles: see ``angles``.
             batch: already advanced, so that its lengths count the tokens.
-            attention: attention of every layer.
-            summaries: kind -> pool that is written, of every layer.
+            attention: attention of every layer with pages.
+            summaries: kind -> pool that is written, of every layer with pages.
+            states: what the other layers keep.
             mode: mode of attention.
-            watched: receives the queries of every layer, [batch, num_query_heads, head_dim].
+            watched: receives the queries of every layer with pages, [batch, num_query_heads, head_dim].
 
         Returns:
             float32 [batch, vocabulary].

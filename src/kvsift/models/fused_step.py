@@ -18,6 +18,7 @@ from kvsift.kernels.append import append_sketches
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.hf.slot_states import SlotStates
 from kvsift.models.packed_linear import PackedEmbedding
 from kvsift.models.projection import Norm, Projection
 from kvsift.native.packed import PackedMatrix
@@ -120,7 +121,8 @@ class FusedStep:
 
     def __call__(
         self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
-        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+        summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
+        watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; ``angles`` is [positions, 2, head_dim]."""
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]

@@ -176,7 +176,7 @@ def extend_randomly(cache: SparseCache, length: int) -> None:
     """Store random keys and values behind the tokens of a cache of one sequence, the same ones in all layers."""
     numbers = torch.Generator().manual_seed(length)
     made: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    for layer, attention in zip(cache.layers, cache.attentions):
+    for layer, attention in zip(cache.layers, cache.attentions, strict=True):
         sizes = attention.shape.num_kv_heads, length - attention.store.lengths[0], attention.shape.head_dim
         if sizes not in made:
             made[sizes] = [torch.randn(sizes, generator=numbers).to(attention.like.dtype) for _ in range(2)]

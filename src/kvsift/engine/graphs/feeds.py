@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsift.engine.sampling import Sampling, choice_of
 from kvsift.layer.paged_decode import ALWAYS
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Rule
 from kvsift.types import LayerShape
 
@@ -28,6 +29,7 @@ class Assignment(NamedTuple):
     drawn: int  # tokens chosen so far, the one to feed included
     rule: Rule | None  # of decode; None is dense
     dense_below: int = 0  # context length below which the sequence is dense in every layer
+    cache: SparseCache | None = None  # has what layers without pages keep of it; None: steps are timed
 
     def dense_below_in(self, layer: LayerShape) -> int:
         """Return the context length below which the sequence is dense in a layer."""

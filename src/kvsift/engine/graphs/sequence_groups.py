@@ -224,9 +224,16 @@ class SequenceGroup(Group[CapturedSequence]):
             member.go_back(seq.num_cached - member.start, seq.token)
         self._launched.clear()
         self._moves = True
+        self._save()
         for member in self._by_slot:
             member.recall()
         self._by_slot = []
+
+    def _save(self) -> None:
+        """Return what slots keep of their sequences to these, as of the last token that each has."""
+        for slot, member in enumerate(self._by_slot):
+            if self._slots is not None and not member.done:
+                self._slots.save(slot, member.cache, member.start + member.steps)
 
     def release(self, kv: KVPool) -> None:
         if self._session.kv is kv:
@@ -237,7 +244,9 @@ class SequenceGroup(Group[CapturedSequence]):
         seq.setup_s, seq.dense_below = self.setup_s - kept.setup_s, self._dense_below
         kept.done = True
         if kept in self._by_slot and self._slots is not None:
-            self._slots.release(self._by_slot.index(kept))
+            slot = self._by_slot.index(kept)
+            self._slots.save(slot, kept.cache, seq.num_cached)
+            self._slots.release(slot)
         if kept.steps:
             slots = self._slots or self._session.slots(1, [kept.rule])
             add_counts(kept, slots.layers, slots.over_bus)
@@ -245,6 +254,7 @@ class SequenceGroup(Group[CapturedSequence]):
 
     def _assign(self, members: Sequence[CapturedSequence]) -> None:
         started = perf_counter()
+        self._save()
         for member in members:
             member.widen()
         slots = self._slots = self._session.slots(len(members), [member.rule for member in members])
@@ -346,8 +356,9 @@ def _follow_summaries(member: CapturedSequence, kind: StepKind) -> None:
 def _assignment(member: CapturedSequence) -> Assignment:
     pages = member.cache.table.planned(0)
     return Assignment(
-        pages, member.written, member.token, member.sampling, member.steps + 1, member.rule, member.dense_below
-    )
+        pages, member.written, member.token, member.sampling, member.steps + 1, member.rule, member.dense_below,
+        member.cache,
+    )  # fmt: skip
 
 
 def _host_buffer(results: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.common.anchors import AnchoredMethod
 from kvsift.models.captured_step import Step
+from kvsift.models.hf.slot_states import SlotStates
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Rule
 
@@ -113,6 +114,7 @@ class Slots:
             layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
         self.layers = list(layers.values())
         self._summaries = [attention.store.pools().summaries for attention in attentions]
+        self._states = SlotStates(cache.layers, num_slots)
         self._knobs = torch.zeros(4, num_slots, dtype=torch.float64, device=device)  # temperature, limits
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
@@ -158,6 +160,10 @@ class Slots:
         """Assign slot i to ``seqs[i]`` for at most so many steps; the other slots are idle."""
         free = self.num_slots - len(seqs)
         self._assign_rules(seqs, free)
+        self._states.begin()
+        for slot, seq in enumerate(seqs):
+            if seq.cache is not None:
+                self._states.load(slot, seq.cache.layers, seq.length)
         for slot in range(self.num_slots):
             self._place(slot, seqs[slot].pages if slot < len(seqs) else NO_PAGES)
         self._feed(feeds_of_sequences(seqs, self.num_slots, steps + (0 if shift is None else shift.most)))
@@ -243,12 +249,18 @@ class Slots:
         self.batch.idle[slot].fill_(1)
 
     @torch.inference_mode()
+    def save(self, slot: int, cache: SparseCache, length: int) -> None:
+        """Return what layers without pages keep of the sequence in a slot, which has so many tokens (``SlotStates``)."""
+        self._states.save(slot, cache.layers, length)
+
+    @torch.inference_mode()
     def run(self, kind: StepKind, number: int) -> CapturedStep:
         """Launch a step, the ``number``-th since sequences were assigned; ``tokens`` are then the next ones."""
         captured = self._captured[kind]
         if kind.choice != "greedy" and len(self._noise):  # else nobody draws
             self._drawn.copy_(self._noise[number])
         queries: list[Tensor] = []
+        self._states.launch()  # even if it fails: states may have changed in some layers
         with on_device(self.tokens.device):
             if captured.cuda_graph is not None:
                 captured.cuda_graph.replay()
@@ -271,8 +283,11 @@ class Slots:
     @torch.inference_mode()
     def _run(self, kind: StepKind, queries: list[Tensor]) -> Tensor | None:
         self.batch.advance()
+        self._states.keep()
         written = self._written(kind.mode)
-        logits = self._step(self.tokens, self._angles, self.batch, self.layers, written, kind.mode, watched=queries)
+        logits = self._step(
+            self.tokens, self._angles, self.batch, self.layers, written, self._states, kind.mode, watched=queries
+        )  # fmt: skip
         if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
         temperature, limits = self._knobs[0], self._knobs[1:]

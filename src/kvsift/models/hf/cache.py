@@ -92,12 +92,12 @@ class SparseCache(DynamicCache):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values and summaries."""
-        return sum(attention.store.num_bytes for attention in self._attending)
+        return sum(attention.store.num_bytes for attention in self.attentions)
 
     @property
     def num_device_bytes(self) -> int:
         """The part of ``num_bytes`` on the model's device, and copies there of tokens in host memory."""
-        return sum(attention.store.num_device_bytes for attention in self._attending)
+        return sum(attention.store.num_device_bytes for attention in self.attentions)
 
     @property
     def rotation(self) -> int | None:
@@ -115,14 +115,9 @@ class SparseCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, SparseLayer)]
 
     @property
-    def _attending(self) -> list[SparseAttention]:
-        """The attention of kvsift's layers that have a token."""
-        return [layer.attention for layer in self._own_layers if layer.attention is not None]
-
-    @property
     def attentions(self) -> list[SparseAttention]:
-        """The attention of every layer; empty unless all layers are kvsift's. Layers without a token have none."""
-        return self._attending if self.can_undo else []
+        """The attention of every layer that is kvsift's. Layers without a token have none."""
+        return [layer.attention for layer in self._own_layers if layer.attention is not None]
 
     @property
     def table(self) -> PageTable:
@@ -142,26 +137,27 @@ class SparseCache(DynamicCache):
 
     def prepare(self) -> None:
         """Build what decode needs over the cached tokens."""
-        for attention in self._attending:
+        for attention in self.attentions:
             attention.prepare()
 
     def prepare_after_next(self) -> None:
         """Prepare each layer with KV in host memory in the background once it has attended the next chunk, the last of
         a prompt, while the layers above attend it. Layers without a token are left to ``prepare``."""
         thread = new_thread()
-        for attention in self._attending:
+        for attention in self.attentions:
             if attention.store.is_remote:
                 attention.prepare_after_next(thread)
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
         """Return the decode method's description of its index, for every layer and sequence."""
-        rows_of_layer = {attention.shape.layer: attention.describe() for attention in self._attending}
+        rows_of_layer = {attention.shape.layer: attention.describe() for attention in self.attentions}
         return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
 
     def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
         """Record that captured steps have written a sequence up to ``written`` tokens, without summaries from position
         ``stale_from`` on, and keep the first ``kept`` tokens."""
-        for layer in self.layers:
+        for layer in self._own_layers:
+            assert layer.attention is not None
             layer.attention.store.advance(row, written, stale_from)
             layer.attention.crop(row, kept)
             layer.columns = kept
@@ -187,8 +183,13 @@ class SparseCache(DynamicCache):
             chunk_size: tokens that were read in one pass.
             sealed: what methods keep of a cache that has prefilled the tokens under the same plan.
         """
-        for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
+        for layer, shape, own in zip(self._own_layers, shapes, sealed or [{}] * len(shapes), strict=True):
             layer.adopt(shape, like, length, stale, chunk_size, own)
+
+    def take_states(self, states: Mapping[int, Any]) -> None:
+        """Have these layers, which are not kvsift's, by index."""
+        for index, layer in states.items():
+            self.layers[index] = layer
 
     def begin_as(self, other: SparseCache, length: int) -> None:
         """Begin an empty cache of one sequence as a copy of the first ``length`` tokens of another one, under the same
@@ -202,7 +203,7 @@ class SparseCache(DynamicCache):
     def restart_stats(self) -> None:
         """Count from zero; whoever has the counters so far keeps them as they are."""
         self.run.stats = RunStats(self.stats.probe_every)
-        for attention in self._attending:
+        for attention in self.attentions:
             attention.stats = self.run.stats
 
     @property
@@ -223,13 +224,13 @@ class SparseCache(DynamicCache):
             if type(layer) is not SparseLayer
         }
         self._mark = self.get_seq_length(), others
-        for attention in self._attending:
+        for attention in self.attentions:
             attention.checkpoint()
 
     @property
     def can_rewind(self) -> bool:
         """Whether the checkpoint can be restored: no token before it was evicted."""
-        return all(attention.store.can_crop(0, self._mark[0]) for attention in self._attending)
+        return all(attention.store.can_crop(0, self._mark[0]) for attention in self.attentions)
 
     def rewind(self) -> None:
         """Restore the checkpoint; tokens after it are removed.
@@ -238,7 +239,7 @@ class SparseCache(DynamicCache):
             InputError: if tokens before it were evicted.
         """
         columns, others = self._mark
-        for attention in self._attending:
+        for attention in self.attentions:
             attention.store.check_crop(0, columns)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, HybridLayer):
@@ -256,7 +257,7 @@ class SparseCache(DynamicCache):
         new_plan.check_layers(self.run.peers)
         self.run.plan = new_plan
         self.run.stats.clear()
-        attentions = self._attending
+        attentions = self.attentions
         paged = [attention for attention in attentions if attention.table is not None]
         for attention in paged:
             attention.replan(new_plan)

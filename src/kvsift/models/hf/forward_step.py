@@ -21,6 +21,7 @@ from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.rope import RopeLimits
 from kvsift.models.hf.run import SparseRun
+from kvsift.models.hf.slot_states import SlotStates, not_taken
 from kvsift.models.hf.unwrap import device_of_inputs
 from kvsift.plan.capabilities import verdict
 from kvsift.plan.plan import Plan
@@ -55,8 +56,10 @@ class TransformersStep:
     """
 
     objections: ClassVar[Objections] = (  # to models
-        (lambda model: not SparseCache(model.config, SparseRun(Plan(), RunStats())).can_undo,
-         "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()),
+         "{it.__class__.__name__} has layers with chunked attention"),
+        (lambda model: not_taken(SparseCache(model.config, SparseRun(Plan(), RunStats())).layers),
+         "{it.__class__.__name__} has layers that no captured step takes ({found})"),
         (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a step has one
          "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
     )  # fmt: skip
@@ -71,11 +74,14 @@ class TransformersStep:
 
     def __call__(
         self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
-        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+        summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
+        watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence."""
-        layers = [StepLayer(layer, pools, mode, watched) for layer, pools in zip(attention, summaries, strict=True)]
-        cache = Cache(layers=layers)
+        layers = states.layers(batch)
+        for layer, pools in zip(attention, summaries, strict=True):
+            layers[layer.shape.layer] = StepLayer(layer, pools, mode, watched)
+        cache = Cache(layers=[layers[index] for index in range(len(layers))])
         cache.rotation = self._rotation
         output = self._model(
             input_ids=tokens.unsqueeze(1),

@@ -1,0 +1,174 @@
+"""What sequences that decode together keep in layers without pages: windows of tokens, states of linear attention.
+
+A sequence's own cache has them in layers of transformers. While the sequence has a slot they are here, at addresses
+that do not change, so that a CUDA graph can be captured over them: ``load`` brings them, ``save`` returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from kvsift.layer.paged_decode import DecodeBatch
+from kvsift.layer.window_ring import RingPlaces, WindowRing
+from kvsift.models.hf.attention import AttendingLayer
+from kvsift.models.hf.layer import SparseLayer
+from kvsift.types import LayerShape
+
+KEPT_STEPS = 3  # that may be forgotten: those that are launched ahead, and the last one read, which may be taken again
+
+
+class WindowLayer(AttendingLayer):
+    """A layer that appends one token per sequence to its ring and attends the window."""
+
+    is_sliding = True
+
+    def __init__(self, layer: int, ring: WindowRing, places: RingPlaces, batch: DecodeBatch) -> None:
+        super().__init__(layer)
+        self._ring, self._places, self._batch = ring, places, batch
+
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
+        keys, values = (tokens[:, :, 0] for tokens in self.taken())
+        queries = queries[:, :, 0].contiguous()
+        return self._ring.attend(shape, queries, keys, values, self._places, self._batch, sink_logit).unsqueeze(2)
+
+
+class LinearStates:
+    """States of one linear-attention, Mamba or convolution layer for sequences in slots.
+
+    Attributes:
+        layer: a layer of transformers whose rows are the slots.
+    """
+
+    def __init__(self, like: LinearAttentionLayer, num_slots: int) -> None:
+        self.layer = _mapped(like, lambda state: state.new_zeros(num_slots, *state.shape[1:]))
+        self._kept = [state.new_zeros(KEPT_STEPS, *state.shape) for state in _states(self.layer)]
+
+    def keep(self, place: Tensor) -> None:
+        """Remember the states as they are at a place, int64 [1]."""
+        for kept, state in zip(self._kept, _states(self.layer)):
+            kept.index_copy_(0, place, state.unsqueeze(0))
+
+    def load(self, slot: int, layer: Any) -> None:
+        for state, own in zip(_states(self.layer), _states(layer), strict=True):
+            state[slot] = own[0]
+
+    def save(self, slot: int, layer: Any, place: int | None) -> None:
+        """Return the states of a slot to a sequence: as they are, or as they were kept at a place."""
+        for state, kept, own in zip(_states(self.layer), self._kept, _states(layer), strict=True):
+            own[0] = state[slot] if place is None else kept[place, slot]
+
+
+class SlotStates:
+    """Windows and states of all layers without pages.
+
+    Args:
+        layers: layers of a cache that has attended a token, or was made by ``empty_states``.
+        num_slots: sequences side by side.
+    """
+
+    def __init__(self, layers: Sequence[Any], num_slots: int) -> None:
+        others = [(index, layer) for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)]
+        self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
+        self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
+        self._rings = {
+            index: WindowRing(layer.sliding_window, num_slots, KEPT_STEPS, layer.keys)
+            for index, layer in others
+            if type(layer) is DynamicSlidingWindowLayer
+        }
+        assert len(self._dummies) + len(self._linear) + len(self._rings) == len(others), "no step takes other layers"
+        self._lengths = [0] * num_slots  # of the sequences, when they took their slots
+        self._steps = 0  # since then
+        self._place: Tensor | None = None  # int64 [1], where states are kept next
+        for states in self._linear.values():
+            if self._place is None and (state := next(_states(states.layer), None)) is not None:
+                self._place = torch.zeros(1, dtype=torch.int64, device=state.device)
+
+    def __len__(self) -> int:
+        return len(self._dummies) + len(self._linear) + len(self._rings)
+
+    def begin(self) -> None:
+        """Count steps from now on: sequences take their slots."""
+        self._steps = 0
+        if self._place is not None:
+            self._place.zero_()
+
+    def load(self, slot: int, layers: Sequence[Any], length: int) -> None:
+        """Bring what the layers of a sequence's cache keep of its ``length`` tokens into a slot."""
+        self._lengths[slot] = length
+        for index, states in self._linear.items():
+            states.load(slot, layers[index])
+        for index, ring in self._rings.items():
+            layer = layers[index]
+            ring.load(slot, layer.keys[0], layer.values[0], length)
+
+    def save(self, slot: int, layers: Sequence[Any], length: int) -> None:
+        """Return what a slot keeps to the layers of its sequence's cache, which has ``length`` tokens now: as many as
+        after the last step, or up to ``KEPT_STEPS`` fewer."""
+        steps = length - self._lengths[slot]
+        assert 0 <= self._steps - steps <= KEPT_STEPS, "steps that are longer ago are not kept"
+        for index, states in self._linear.items():
+            states.save(slot, layers[index], None if steps == self._steps else steps % KEPT_STEPS)
+        for index, ring in self._rings.items():
+            layer = layers[index]
+            layer.keys, layer.values = (tokens.unsqueeze(0) for tokens in ring.last(slot, length))
+            layer.cumulative_length = length
+
+    def launch(self) -> None:
+        """Note that a step is launched."""
+        self._steps += 1
+
+    def keep(self) -> None:
+        """Keep the states before a step; on the device."""
+        if self._place is not None:
+            for states in self._linear.values():
+                states.keep(self._place % KEPT_STEPS)
+            self._place += 1
+
+    def layers(self, batch: DecodeBatch) -> dict[int, Any]:
+        """Return the layers of transformers for a step of a batch, whose lengths count the new tokens."""
+        places: dict[tuple[int, ...], RingPlaces] = {}
+        windows = {}
+        for index, ring in self._rings.items():
+            key = ring.window, ring.num_kv_heads
+            if key not in places:
+                places[key] = ring.places(batch.lengths)
+            windows[index] = WindowLayer(index, ring, places[key], batch)
+        return self._dummies | {index: states.layer for index, states in self._linear.items()} | windows
+
+
+def not_taken(layers: Sequence[Any]) -> str:
+    """Return the names of the kinds of layers that have no place in slots, "" if there are none."""
+    taken = SparseLayer, DummyLayer, LinearAttentionLayer, DynamicSlidingWindowLayer
+    return ", ".join(sorted({type(layer).__name__ for layer in layers} - {kind.__name__ for kind in taken}))
+
+
+def empty_states(layers: Sequence[Any]) -> dict[int, Any]:
+    """Return layers of no sequence, like those without pages in a cache that has attended a token."""
+    return {
+        index: _mapped(layer, lambda tensor: tensor.new_empty(0, *tensor.shape[1:]))
+        for index, layer in enumerate(layers)
+        if not isinstance(layer, SparseLayer)
+    }
+
+
+def _mapped(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a layer with other tensors."""
+    changed = copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor) and value.ndim > 1:
+            setattr(changed, name, change(value))
+        elif isinstance(value, Mapping):
+            setattr(changed, name, {k: change(each) if isinstance(each, Tensor) else each for k, each in value.items()})
+    return changed
+
+
+def _states(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a linear layer, in an order that is the same for all layers of a kind."""
+    for value in vars(layer).values():
+        yield from (each for each in (value.values() if isinstance(value, Mapping) else [value]) if isinstance(each, Tensor))
