@@ -87,12 +87,12 @@ FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": 32}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("Phi3", {}), ("Qwen3Moe", {}), ("Olmo2", {}), ("Gemma2", FULL), ("Gemma3", FULL), ("GptOss", FULL)],
+    [("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL)],
 )
 def test_other_architectures_take_steps_by_their_own_forward(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    directory = write_model(tmp_path, family, **settings)  # soft caps, sink logits, mixtures of experts
+    directory = write_model(tmp_path, family, **settings)  # soft caps; test_hybrid_steps.py has other layers
     fast, slow = (answers(LLM(directory, QUEST, path=path)) for path in ("eager", "auto"))
     assert {answer.path for answer in fast} == {"eager"}
     assert tokens(fast) == tokens(slow)
@@ -307,7 +307,6 @@ def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pyt
     for directory, plan, says in (
         (llama, "oracle_tokens:budget=128", "oracle_tokens does not rank pages by a summary"),
         (llama, "quest:mass=0.9", "mass= chooses as many pages"),
-        (gemma, QUEST, "Gemma3ForCausalLM has layers without full attention"),
     ):
         llm = LLM(directory, plan, path="eager")
         for _ in range(2):

@@ -6,6 +6,7 @@ overwritten, no earlier step sees.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,12 @@ class WindowRing:
         self._keys, self._values = (like.new_zeros(sizes) for _ in range(2))
         pages = torch.arange(num_slots * num_pages, dtype=torch.int32, device=like.device)
         self._table = pages.view(num_slots, num_pages)
+
+    def first(self, num_slots: int) -> WindowRing:
+        """Return the rings of the first slots, in the same memory."""
+        part = copy(self)
+        part._table = self._table[:num_slots]
+        return part
 
     def places(self, lengths: Tensor) -> RingPlaces:
         """Return the places of sequences of these lengths, int32 [slots], the new token included."""

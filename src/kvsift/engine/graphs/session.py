@@ -10,6 +10,7 @@ import torch
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.layer.paged_decode import list_capacity, rule_of, unit_size_of
 from kvsift.models.captured_step import Step
+from kvsift.models.hf.slot_states import SlotStates
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
@@ -65,6 +66,7 @@ class Session:
         self._angles = torch.empty(0)
         self._graph_memory: Any = None  # that their CUDA graphs share
         self._slots: dict[tuple[object, ...], Slots] = {}
+        self._states: SlotStates | None = None  # of the most slots so far, which fewer share
         self._blocks: dict[tuple[int, int, int], Slots] = {}
 
     @property
@@ -126,7 +128,12 @@ class Session:
         return rule is None or (own is not None and own.method == rule.method)
 
     def _new_slots(self, cache: SparseCache, rules: Sequence[Rule | None], number: int, block: int = 0) -> Slots:
-        return Slots(self._step, self._angles, cache, rules, number, self._max_pages, self._graph_memory, block)
+        if self._states is None or self._states.num_slots < number:
+            self._states = SlotStates(cache.layers, number)
+        return Slots(
+            self._step, self._angles, cache, rules, number, self._max_pages, self._graph_memory, block,
+            self._states.first(number),
+        )  # fmt: skip
 
     @property
     def _rule(self) -> Rule | None:

@@ -86,6 +86,7 @@ class Slots:
         pool: memory that CUDA graphs share; None runs steps without any.
         block: unless 0, so many slots are consecutive tokens of one sequence (``layer.paged_decode.DecodeBatch``). All
             are dense then, and write the summaries of the pages that they fill.
+        states: what layers without pages keep, of as many slots; by default in memory of its own.
 
     Attributes:
         tokens: int64 [slots], the next to feed.
@@ -96,7 +97,7 @@ class Slots:
 
     def __init__(
         self, step: Step, angles: Tensor, cache: SparseCache, rules: Sequence[Rule | None], num_slots: int,
-        max_pages: int, pool: Any, block: int = 0,
+        max_pages: int, pool: Any, block: int = 0, states: SlotStates | None = None,
     ) -> None:  # fmt: skip
         device = angles.device
         attentions, page_size = cache.attentions, cache.page_size
@@ -114,7 +115,7 @@ class Slots:
             layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
         self.layers = list(layers.values())
         self._summaries = [attention.store.pools().summaries for attention in attentions]
-        self._states = SlotStates(cache.layers, num_slots)
+        self._states = SlotStates(cache.layers, num_slots) if states is None else states
         self._knobs = torch.zeros(4, num_slots, dtype=torch.float64, device=device)  # temperature, limits
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
@@ -250,7 +251,7 @@ class Slots:
 
     @torch.inference_mode()
     def save(self, slot: int, cache: SparseCache, length: int) -> None:
-        """Return what layers without pages keep of the sequence in a slot, which has so many tokens (``SlotStates``)."""
+        """Return what layers without pages keep of the sequence in a slot to its cache (``SlotStates.save``)."""
         self._states.save(slot, cache.layers, length)
 
     @torch.inference_mode()

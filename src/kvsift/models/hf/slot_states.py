@@ -49,6 +49,13 @@ class LinearStates:
         self.layer = _mapped(like, lambda state: state.new_zeros(num_slots, *state.shape[1:]))
         self._kept = [state.new_zeros(KEPT_STEPS, *state.shape) for state in _states(self.layer)]
 
+    def first(self, num_slots: int) -> LinearStates:
+        """Return the first slots, in the same memory."""
+        part = copy(self)
+        part.layer = _mapped(self.layer, lambda state: state[:num_slots])
+        part._kept = [kept[:, :num_slots] for kept in self._kept]
+        return part
+
     def keep(self, place: Tensor) -> None:
         """Remember the states as they are at a place, int64 [1]."""
         for kept, state in zip(self._kept, _states(self.layer)):
@@ -73,6 +80,7 @@ class SlotStates:
     """
 
     def __init__(self, layers: Sequence[Any], num_slots: int) -> None:
+        self.num_slots = num_slots
         others = [(index, layer) for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)]
         self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
         self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
@@ -84,13 +92,18 @@ class SlotStates:
         assert len(self._dummies) + len(self._linear) + len(self._rings) == len(others), "no step takes other layers"
         self._lengths = [0] * num_slots  # of the sequences, when they took their slots
         self._steps = 0  # since then
-        self._place: Tensor | None = None  # int64 [1], where states are kept next
-        for states in self._linear.values():
-            if self._place is None and (state := next(_states(states.layer), None)) is not None:
-                self._place = torch.zeros(1, dtype=torch.int64, device=state.device)
+        state = next((state for each in self._linear.values() for state in _states(each.layer)), None)
+        # int64 [1], where states are kept next
+        self._place = None if state is None else torch.zeros(1, dtype=torch.int64, device=state.device)
 
-    def __len__(self) -> int:
-        return len(self._dummies) + len(self._linear) + len(self._rings)
+    def first(self, num_slots: int) -> SlotStates:
+        """Return the first slots, in the same memory: sequences are either in these or in those."""
+        part = copy(self)
+        part.num_slots = num_slots
+        part._linear = {index: states.first(num_slots) for index, states in self._linear.items()}
+        part._rings = {index: ring.first(num_slots) for index, ring in self._rings.items()}
+        part._lengths = [0] * num_slots
+        return part
 
     def begin(self) -> None:
         """Count steps from now on: sequences take their slots."""
@@ -104,8 +117,7 @@ class SlotStates:
         for index, states in self._linear.items():
             states.load(slot, layers[index])
         for index, ring in self._rings.items():
-            layer = layers[index]
-            ring.load(slot, layer.keys[0], layer.values[0], length)
+            ring.load(slot, layers[index].keys[0], layers[index].values[0], length)
 
     def save(self, slot: int, layers: Sequence[Any], length: int) -> None:
         """Return what a slot keeps to the layers of its sequence's cache, which has ``length`` tokens now: as many as
@@ -171,4 +183,5 @@ def _mapped(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _states(layer: Any) -> Iterator[Tensor]:
     """The tensors of a linear layer, in an order that is the same for all layers of a kind."""
     for value in vars(layer).values():
-        yield from (each for each in (value.values() if isinstance(value, Mapping) else [value]) if isinstance(each, Tensor))
+        several = value.values() if isinstance(value, Mapping) else [value]
+        yield from (each for each in several if isinstance(each, Tensor))

@@ -1,0 +1,209 @@
+"""Captured steps of models with sliding windows, linear attention and experts, run as they are: the same tokens and
+counters as the composed path, whatever joins, leaves or is taken again."""
+
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine.test_decode_steps import COUNTERS, QUEST, SAMPLED, TEXTS, answers, tokens
+from engine.tiny_directory import text_of, write_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvsift import LLM
+from kvsift.engine.graphs import sequence_groups
+from kvsift.engine.graphs.sequence_groups import LAUNCHED_AHEAD, SequenceGroup
+from kvsift.engine.graphs.slots import Slots
+from kvsift.models.hf.forward_step import kind_of_step
+from kvsift.models.hf.slot_states import KEPT_STEPS
+
+SKETCH = "sketch:budget=64:window=16:page_size=8:dense_layers=none"
+LINEAR = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **LINEAR}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {},
+    "Gemma3": SLIDING,
+    "GptOss": SLIDING,  # sink logits
+    "Gemma4": {**SLIDING, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "Qwen3_5Moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_ff_dim": 32},
+    "NemotronH": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "num_hidden_layers": 4, **ROUTED,
+                  "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1,
+                  "moe_shared_expert_intermediate_size": 16},
+}  # fmt: skip
+MORE: dict[str, dict[str, Any]] = {
+    "Qwen3_5": DELTA,
+    "Qwen3Next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "OlmoHybrid": DELTA,
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "num_dense_layers": 1, **EXPERTS},
+    "Lfm3": {},
+    "Ministral": SLIDING,
+    "Ministral3": {"sliding_window": None},
+    "Olmo3": SLIDING,
+    "Gemma2": SLIDING,
+    "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Glm4Moe": {**ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "Bamba": {**MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 16},
+    "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "Jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False},
+    "Gemma3n": {**SLIDING, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                "vocab_size_per_layer_input": 96, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 3,
+                "intermediate_size": [32] * 3},
+}  # fmt: skip
+ASKS_THE_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item"}
+
+
+class AskingTheHost(TorchDispatchMode):
+    """Collects the places in transformers' code where a step would make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, asks = func.__name__.split(".")[0], False
+        if name in ("index", "index_put", "index_put_"):  # by a mask
+            asks = any(each is not None and each.dtype == torch.bool for each in args[1])
+        if asks or name in ASKS_THE_HOST or "fallback" in name:
+            self.places |= set(_first_place())
+        return func(*args, **(kwargs or {}))
+
+
+def _first_place() -> list[str]:
+    """Where the innermost frame of transformers or kvsift is, if it is one of transformers'."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/kvsift/" in path or "/transformers/" in path:
+            return [] if "/kvsift/" in path else [f"{path}:{frame.f_lineno}"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
+
+
+def compare(folder: Path, family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the paths of a family, and look for what its steps ask the host."""
+    directory, run = write_model(folder, family, eos_token_id=None, **changes), Slots._run
+    asking = AskingTheHost()
+
+    def watched(slots: Slots, *given: Any) -> Any:
+        with asking:
+            return run(slots, *given)
+
+    slow = answers(LLM(directory, QUEST, dtype="float32"), sampling=SAMPLED)
+    monkeypatch.setattr(Slots, "_run", watched)
+    fast = answers(LLM(directory, QUEST, path="eager", dtype="float32"), sampling=SAMPLED)
+    assert {answer.path for answer in fast} == {"eager"}
+    assert tokens(fast) == tokens(slow)
+    assert len({token for answer in fast for token in answer.token_ids}) > 20, "or nothing is compared"
+    for one, other in zip(fast, slow):
+        assert {key: one.decode(key) for key in COUNTERS} == {key: other.decode(key) for key in COUNTERS}
+    assert not asking.places
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_answer_as_on_the_composed_path_without_the_host(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(tmp_path, family, FAMILIES[family], monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MORE)
+def test_more_families_do(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(tmp_path, family, MORE[family], monkeypatch)
+
+
+@pytest.fixture(scope="module", params=["Gemma3", "Qwen3_5"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {**FAMILIES, **MORE}[request.param]
+    return write_model(tmp_path_factory.mktemp(request.param), request.param, eos_token_id=None, **changes)
+
+
+@pytest.fixture
+def pair(hybrid: Path) -> Iterator[tuple[LLM, LLM]]:
+    fast, slow = (LLM(hybrid, SKETCH, path=path, dtype="float32") for path in ("eager", "auto"))
+    yield fast, slow
+    assert not fast.loop.pages.faults([])
+
+
+def test_windows_wrap_and_samples_are_the_same(pair: tuple[LLM, LLM]) -> None:
+    fast, slow = (answers(llm, TEXTS[:2], max_new_tokens=120, sampling=SAMPLED) for llm in pair)
+    assert tokens(fast) == tokens(slow)
+
+
+def test_streams_that_join_and_leave_go_on_as_alone(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
+    (fast, slow), numbers = pair, (40, 9, 25, 13)
+    expected = [slow.generate(text, max_new_tokens=number).text for text, number in zip(TEXTS, numbers)]
+    streams, texts = list[Any](), [""] * len(TEXTS)
+    for turn in range(60):
+        if turn % 3 == 0 and len(streams) < len(TEXTS):
+            streams.append(fast.stream(TEXTS[len(streams)], max_new_tokens=numbers[len(streams)]))
+        for index, stream in enumerate(streams):
+            texts[index] += next(stream, "")
+    assert texts == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_that_are_forgotten_are_taken_again(
+    fails: bool, pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, slow = pair
+    expected, step, numbers = tokens(answers(slow, sampling=SAMPLED)), SequenceGroup.step, count()
+
+    def disturbed(group: SequenceGroup, seqs: Any) -> list[int]:
+        number = next(numbers)
+        if number % 3 == 0 and not fails:
+            group.recall()
+        chosen = step(group, seqs)
+        if number % 7 == 3 and fails and len(seqs) > 1:
+            raise RuntimeError("after a step was read")
+        return chosen
+
+    monkeypatch.setattr(SequenceGroup, "step", disturbed)
+    assert tokens(answers(fast, sampling=SAMPLED)) == expected
+    assert next(numbers) > 20
+    assert KEPT_STEPS > LAUNCHED_AHEAD, "and the last one that was read"
+
+
+def test_a_pool_that_grows_takes_nothing_from_others(pair: tuple[LLM, LLM]) -> None:
+    fast, slow = pair
+    stream = fast.stream(TEXTS[1], max_new_tokens=60)
+    text = "".join(next(stream) for _ in range(10))
+    fast.generate(text_of(1500), max_new_tokens=3)
+    assert text + "".join(stream) == slow.generate(TEXTS[1], max_new_tokens=60).text
+
+
+def test_documents_answer_as_on_the_composed_path(pair: tuple[LLM, LLM]) -> None:
+    fast, slow = (llm.read(TEXTS[0] * 2) for llm in pair)
+    for question in ("How many sacks?", "Which of the mills?", "How many sacks?"):
+        one, other = (document.ask(question, max_new_tokens=12) for document in (fast, slow))
+        assert one.path == "eager"
+        assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("FalconH1", {}, "has layers that no captured step takes (LinearAttentionAndFullAttentionLayer)"),
+        ("Llama4Text", {}, "has layers with chunked attention"),
+    ],
+)
+def test_other_layers_are_named(family: str, changes: dict[str, Any], says: str) -> None:
+    model_type = type(family, (), {"config": getattr(transformers, f"{family}Config")(**changes)})
+    assert kind_of_step(model_type())[1][-1] == f"{family} {says}"
