@@ -14,9 +14,9 @@ from torch import Tensor
 from kvsift.kernels.cuda_module import arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.paged import PagedKV
 
-PARTS = ("primitives", "copies", "listed_common", "attention", "merge", "listed_step")
+PARTS = ("primitives", "copies", "attention", "listed_common", "merge", "listed_step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
-WARPS, STAGES = 8, 2  # of a block: one fits a multiprocessor beside products; more stages do not, and are slower
+STAGES = 2  # with eight warps one block fits a multiprocessor beside products; with more it does not, and is slower
 UNIT = 8  # tokens a warp attends together
 MOST_TOKENS = 256  # of a block: with more, Triton's matrix products are faster
 MOST_MEMBERS = 8  # blocks of a cluster, on every GPU
@@ -29,15 +29,24 @@ _ListedArguments = arguments(
 )
 
 
+def launch_takes(group: int, head_dim: int) -> bool:
+    """Return whether single launches are compiled for so many query heads per KV head of this size."""
+    return head_dim in (64, 128, 256, 512) and group <= 16 and group * head_dim <= 4096
+
+
+def is_narrow(group: int, head_dim: int) -> bool:
+    """Return whether registers have room for the sums of 16 warps."""
+    return group <= 8 and head_dim <= 128
+
+
 def listed_launch_runs(queries: Tensor, kv: PagedKV, units: Tensor, unit_size: int) -> bool:
     """Return whether ``listed_attention_cuda`` takes these shapes."""
     return (
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
         and kv.read_in_launches_of(queries.dtype)
-        and kv.head_dim in (64, 128)
+        and launch_takes(queries.shape[1] // kv.num_kv_heads, kv.head_dim)
         and units.shape[1] == kv.num_kv_heads
-        and queries.shape[1] <= 8 * kv.num_kv_heads
         and units.stride()[1:] == (units.shape[2], 1)
         and have_nvrtc()
         and _share(kv, units.shape[2] * unit_size) <= MOST_TOKENS
@@ -60,21 +69,22 @@ def listed_attention_cuda(
     )  # fmt: skip
     strides = (stride * pool.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3])
     members, share = _members(kv), _share(kv, units.shape[2] * unit_size)
+    group, warps = queries.shape[1] // kv.num_kv_heads, 4 if kv.head_dim == 512 else 8
     given = _ListedArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors), *strides,
         kv.table.shape[1], kv.num_kv_heads, units.shape[2], share, scale, softcap or 0.0,
     )  # fmt: skip
     defines = {
-        "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
-        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": WARPS,
+        "G": group, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
+        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": warps,
         "STAGES": STAGES, "MEMBERS": members, "MORE": 0, "CAPPED": int(softcap is not None),
         "SINK": int(sink_logit is not None), "ARGUMENT_BYTES": ctypes.sizeof(_ListedArguments),
     }  # fmt: skip
-    rings = WARPS * STAGES * UNIT * 2 * kv.head_dim * kv.keys.element_size()
-    parts = 4 * WARPS * (defines["G"] * (kv.head_dim + 3) + 3)  # of warps, behind which their weights lie
+    rings = warps * STAGES * UNIT * 2 * kv.head_dim * kv.keys.element_size()
+    parts = 4 * warps * (group * (kv.head_dim + 3) + 3)  # of warps, behind which their weights lie
     shared_bytes = max(rings + 8 * MOST_TOKENS, parts)
     kernel = compile_kernel(
-        SOURCES, "listed", tuple(defines.items()), WARPS * 32, shared_bytes, queries.device.index or 0
+        SOURCES, "listed", tuple(defines.items()), warps * 32, shared_bytes, queries.device.index or 0
     )
     kernel.launch(kv.batch * kv.num_kv_heads * members, given, early=early, cluster=members)
     return out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
+from kvsift.kernels.listed_attention import is_narrow, launch_takes
 from kvsift.kernels.page_attention import page_attention
 from kvsift.kernels.page_summary import Kind, find_kind
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
@@ -21,9 +22,9 @@ from kvsift.kernels.score_pages import score_pages
 from kvsift.kernels.top_pages import visible_pages
 from kvsift.kernels.triton_shim import power_of_two
 
-PARTS = ("primitives", "copies", "common", "scores", "choice", "attention", "pages", "merge", "members", "step")
+PARTS = ("primitives", "copies", "attention", "common", "scores", "choice", "pages", "merge", "members", "step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
-WARPS, STAGES, STAGE_BYTES = 16, 3, 4096  # one block takes a whole multiprocessor
+STAGE_BYTES = 4096  # of a warp's ring
 FEWEST_KEYS, KEYS = 2048, 8192  # scores compared at once, as few as do; more pages are cut to the best groups first
 GROUP_PAGES = 8
 
@@ -34,7 +35,7 @@ class SiftSpace(NamedTuple):
     scores: Tensor  # float32 [rows, max_pages, rounded up to 32]
     maxima: Tensor  # float32 [rows, of that / GROUP_PAGES], largest score of every group of candidates
     parts: Tensor  # float32 [rows, members, record]
-    flags: Tensor  # int32 [rows, 2], zero
+    flags: Tensor  # int32 [rows, 3], zero
 
     @classmethod
     def make(cls, kv: PagedKV, group: int) -> SiftSpace:
@@ -51,7 +52,7 @@ class SiftSpace(NamedTuple):
             ((rows, scores), torch.float32),
             ((rows, scores // GROUP_PAGES), torch.float32),
             ((rows, members, record), torch.float32),
-            ((rows, 2), torch.int32),
+            ((rows, 3), torch.int32),
         )
 
 
@@ -105,13 +106,12 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
         and kv.read_in_launches_of(queries.dtype)
-        and kv.head_dim in (64, 128)
+        and launch_takes(group, kv.head_dim)
         and kv.page_size % 8 == 0
         and pages.shape[1] == kv.num_kv_heads
         and find_kind(kind).cuda_features is not None
         and summary.shape[2] == 2 * kv.head_dim
         and summary.dtype in (queries.dtype, torch.float8_e4m3fn)
-        and group <= 8
         and max(capacity * GROUP_PAGES, kv.table.shape[1] / GROUP_PAGES) <= KEYS
         and summary.stride(2) == 1
     )
@@ -153,6 +153,12 @@ def sifted_attention_cuda(
     return out
 
 
+def _warps_and_stages(group: int, head_dim: int) -> tuple[int, int]:
+    """Return the warps of a block, which takes a whole multiprocessor, and the stages of a ring: the sums of large heads
+    and groups take twice the registers."""
+    return (16, 3) if is_narrow(group, head_dim) else (8, 5)
+
+
 def _keys(max_pages: int, ranked: int) -> int:
     """Return the fewest that suffice: every group of pages, and all pages of the groups that a list may come from."""
     return max(FEWEST_KEYS, power_of_two(max(-(-max_pages // GROUP_PAGES), ranked * GROUP_PAGES)))
@@ -163,15 +169,17 @@ def _kernel(
 ) -> Kernel:
     features, (capacity, ranked) = find_kind(kind).cuda_features, most
     assert features is not None
+    group = queries.shape[1] // kv.num_kv_heads
+    warps, stages = _warps_and_stages(group, kv.head_dim)
     defines: dict[str, int | str] = {
-        "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size,
+        "G": group, "D": kv.head_dim, "PAGE": kv.page_size,
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_SiftArguments),
         "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1),
-        "FP8": int(summary.element_size() == 1), "WARPS": WARPS, "STAGES": STAGES, "CAPACITY": capacity,
+        "FP8": int(summary.element_size() == 1), "WARPS": warps, "STAGES": stages, "CAPACITY": capacity,
         "CAPPED": int(capped), "SINK": int(sink),
         "KEYS": _keys(kv.table.shape[1], ranked), "MORE": 0,
     }  # fmt: skip
     return compile_kernel(
-        SOURCES, "sift", tuple(defines.items()), WARPS * 32, WARPS * STAGES * STAGE_BYTES,
+        SOURCES, "sift", tuple(defines.items()), warps * 32, warps * stages * STAGE_BYTES,
         queries.device.index or 0,
     )  # fmt: skip

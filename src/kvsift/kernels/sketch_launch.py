@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
+from kvsift.kernels.listed_attention import is_narrow, launch_takes
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
 from kvsift.kernels.sketch import ERROR
 from kvsift.native.sketch_format import SketchLayout
@@ -16,15 +17,14 @@ from kvsift.native.sketch_format import SketchLayout
 SOURCES = tuple(
     f"sift/{name}.cu"
     for name in (
-        "primitives", "sketch_common", "attention", "merge", "members", "sketch_weights", "sketch_choice",
+        "primitives", "attention", "sketch_common", "merge", "members", "sketch_weights", "sketch_choice",
         "sketch_rest", "sketch_step",
     )
 )  # fmt: skip
-WARPS = 16  # one block takes a whole multiprocessor
 SUB, TILE = 16, 8  # tokens weighed together; of them, weighed by a warp
 BINS, COARSE = 4096, 64
 MOST_TOKENS = 1 << 19  # of a member, whose marks and sums take shared memory
-MOST_SHARED = 212 << 10  # bytes a block asks for besides the static ones
+MOST_SHARED = 227 << 10  # bytes of a block
 MOST_SPILL = 1 << 30  # bytes of a batch that lie in global memory; larger ones are left to the Triton kernels
 
 
@@ -57,6 +57,11 @@ class SketchSpace(NamedTuple):
         )
 
 
+def _warps(group: int, head_dim: int) -> int:
+    """Warps of a block, which takes a whole multiprocessor."""
+    return 16 if is_narrow(group, head_dim) else 8
+
+
 def _members(kv: PagedKV) -> int:
     """Blocks per row: all of them run at once, so they may wait for each other."""
     processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
@@ -79,9 +84,16 @@ def _numbers(group: int) -> tuple[int, int, int]:
     return 2 * SUB * group, 4 * group, 4 * group + 4
 
 
+def _most_dynamic(group: int, head_dim: int) -> int:
+    """The most bytes of dynamic shared memory: what the queries of a row leave, in three forms, and 4 KiB of sums."""
+    heads = -(-group // 8) * 8
+    queries = heads * (2 * (head_dim + 32) + 2 * head_dim + 5 * max(4, head_dim // 32) * 8)
+    return MOST_SHARED - queries - (4 << 10)
+
+
 def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
     """How many of ``_numbers`` find no shared memory."""
-    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= MOST_SHARED), 3)
+    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= _most_dynamic(group, kv.head_dim)), 3)
 
 
 def _spill_bytes(kv: PagedKV, group: int, capacity: int, members: int) -> int:
@@ -95,8 +107,8 @@ def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spill
     weights, *others = _numbers(group)
     arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (8 + sum(others[max(spilled - 1, 0) :]))
     weights = 0 if spilled else subs * weights
-    part = -(-(group * (kv.head_dim + 2)) // 4) * 4
-    return arrays + max(weights, 4 * (2 * WARPS * part + group * max(2 * WARPS, members)))
+    part, warps = -(-(group * (kv.head_dim + 2)) // 4) * 4, _warps(group, kv.head_dim)
+    return arrays + max(weights, 4 * (warps * part + group * max(warps, members)))
 
 
 def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
@@ -106,16 +118,16 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
         and kv.read_in_launches_of(queries.dtype)
-        and kv.head_dim in (64, 128)
+        and launch_takes(group, kv.head_dim)
+        and kv.head_dim <= 256
         and kv.page_size % SUB == 0
-        and group <= 8
     )
     if not shapes or not have_nvrtc():
         return False
     members = _members(kv)
     if kv.batch * kv.num_kv_heads * members * _spill_bytes(kv, group, capacity, members) > MOST_SPILL:
         return False
-    fits = _shared_bytes(kv, group, capacity, members, spilled=3) <= MOST_SHARED
+    fits = _shared_bytes(kv, group, capacity, members, spilled=3) <= _most_dynamic(group, kv.head_dim)
     return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
 
 
@@ -163,11 +175,12 @@ def sketch_attention_cuda(
 def _kernel(
     layout: SketchLayout, group: int, capacity: int, switches: dict[str, int], shared: int, device: torch.device
 ) -> Kernel:
+    warps = _warps(group, layout.head_dim)
     defines: dict[str, int | str] = {
         "G": group, "D": layout.head_dim, "PAGE": layout.page_size, "BITS": layout.bits, "FACTORS": layout.factors,
         "KEY_MEAN": layout.key_mean, "VALUE_MEAN": layout.value_mean, "SCALES": layout.scales,
-        "ERROR": f"{ERROR[layout.bits]}f", "CAPACITY": capacity, "LIST": _list_length(capacity), "WARPS": WARPS,
+        "ERROR": f"{ERROR[layout.bits]}f", "CAPACITY": capacity, "LIST": _list_length(capacity), "WARPS": warps,
         "MORE": group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
         **{name: int(value) for name, value in switches.items()},
     }  # fmt: skip
-    return compile_kernel(SOURCES, "sketch", tuple(defines.items()), WARPS * 32, shared, device.index or 0)
+    return compile_kernel(SOURCES, "sketch", tuple(defines.items()), warps * 32, shared, device.index or 0)

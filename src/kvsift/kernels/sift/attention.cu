@@ -1,67 +1,122 @@
-// Attention over single keys and values: a warp takes eight tokens at a time and keeps a softmax of its own.
+// Attention over single keys and values: a warp takes eight tokens at a time and keeps a softmax of its own. Both sums are
+// products of 16-bit matrices: the query heads by the tokens, then the channels of values by the query heads.
 
-__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w); }
+constexpr int QUERY_ROW = D + 32;  // numbers; two rows are read without a conflict
+constexpr int CHAINS = 4;          // products of keys that do not wait for one another
+constexpr int QUERY_NUMBERS = HEAD_TILES * 8 * QUERY_ROW;
 
+// The queries of a row as they are, zero beyond the last.
+__device__ __forceinline__ void place_query(u16 *queries, int g, int d, u16 bits) { queries[g * QUERY_ROW + d] = bits; }
+__device__ __forceinline__ void place_queries(u16 *queries, const u16 *from) {
+    for (int i = threadIdx.x; i < HEAD_TILES * 8 * D; i += THREADS)
+        place_query(queries, i / D, i % D, i < G * D ? from[i] : (u16)0);
+}
+
+// Which of eight tokens this lane's part i is of, and where in the token's row; parts of values are behind those of keys.
+__device__ __forceinline__ int token_of(int i) {
+    int lane = threadIdx.x & 31;
+    return i < PARTS ? lane / 4 : lane % 4 * 2 + i % 2;
+}
+__device__ __forceinline__ int byte_of(int i) {
+    int lane = threadIdx.x & 31;
+    return (i < PARTS ? i * 4 + lane % 4 : (i - PARTS) / 2 * 8 + lane / 4) * (int)sizeof(Packed);
+}
+
+// Lane 4 r + t has logits of head r and of tokens 2t and 2t + 1, but sums of heads 2t and 2t + 1 and of channels 8 r to
+// 8 r + 7 of every 64.
 struct Softmax {
-    float top[G], total[G], acc[G][8];
+    float top[HEAD_TILES], total[HEAD_TILES], acc[HEAD_TILES][D / 16][4];
+    float sums[CHAINS][4];
+    u32 weights[HEAD_TILES], mask;  // which of a lane's two tokens are there
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            top[g] = NEGATIVE_INFINITY, total[g] = 0.f;
+        for (int tile = 0; tile < HEAD_TILES; ++tile) {
+            top[tile] = NEGATIVE_INFINITY, total[tile] = 0.f;
 #pragma unroll
-            for (int n = 0; n < 8; ++n) acc[g][n] = 0.f;
+            for (int n = 0; n < D / 16; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[tile][n][i] = 0.f;
         }
     }
 
-    // The first `seen` of eight tokens, at least one; row(i) is this lane's part of key i, row(TOKEN_STEPS + i) of value
-    // i, of token i * TOKENS_AT_ONCE + lane / TOKEN_LANES.
+    // All parts of the first `seen` of eight tokens, at least one; row(i) is part i of this lane.
     template <typename Row>
-    __device__ __forceinline__ void add(const float *queries, int seen, float softcap, Row row) {
-        int lane = threadIdx.x & 31, part = lane % TOKEN_LANES * 8;
-        float logits[G][TOKEN_STEPS];
-        float4 rows[TOKEN_STEPS][2];
+    __device__ __forceinline__ void add(const u16 *queries, int seen, float scale, float softcap, Row row) {
+        add_parts<0, PARTS>(queries, row);
+        weigh(seen, scale, softcap);
+        add_parts<PARTS, 2 * PARTS>(queries, row);
+    }
+
+    // Parts FIRST to LAST of keys or of values; in order, and `weigh` between them.
+    template <int FIRST, int LAST, typename Row>
+    __device__ __forceinline__ void add_parts(const u16 *queries, Row row) {
+        int lane = threadIdx.x & 31;
+        if (FIRST == 0)
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) unpack_row(row(i), (float *)rows[i]);
+            for (int chain = 0; chain < CHAINS; ++chain)
 #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            const float4 *q = (const float4 *)(queries + g * D + part);
-            float4 q0 = q[0], q1 = q[1];
+                for (int i = 0; i < 4; ++i) sums[chain][i] = 0.f;
+        if (FIRST < PARTS) {
+            const u16 *from = queries + lane / 4 * QUERY_ROW + lane % 4 * 8;
 #pragma unroll
-            for (int i = 0; i < TOKEN_STEPS; ++i) {
-                float sum = dot(q0, rows[i][0]) + dot(q1, rows[i][1]);
+            for (int i = FIRST; i < LAST; ++i) {
+                uint4 pairs = pairs_of(row(i)), q = *(const uint4 *)(from + i * 32), more = make_uint4(0, 0, 0, 0);
+                if (HEAD_TILES > 1) more = *(const uint4 *)(from + 8 * QUERY_ROW + i * 32);
+                multiply16<HALF>(sums[i * 2 % CHAINS], q.x, more.x, q.y, more.y, pairs.x, pairs.y);
+                multiply16<HALF>(sums[i * 2 % CHAINS + 1], q.z, more.z, q.w, more.w, pairs.z, pairs.w);
+            }
+        } else {
 #pragma unroll
-                for (int other = TOKEN_LANES / 2; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
-                if (CAPPED) sum = softcap * tanhf(sum / softcap);
-                logits[g][i] = i * TOKENS_AT_ONCE + lane / TOKEN_LANES < seen ? sum * LOG2E : NEGATIVE_INFINITY;
+            for (int i = FIRST; i < LAST; i += 2) {
+                uint4 one = pairs_of(row(i)), two = pairs_of(row(i + 1));
+                const u32 ones[4] = {one.x, one.y, one.z, one.w}, twos[4] = {two.x, two.y, two.z, two.w};
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {  // what was never written may be NaN
+                    u32 even = __byte_perm(ones[w], twos[w], 0x5410) & mask;
+                    u32 odd = __byte_perm(ones[w], twos[w], 0x7632) & mask;
+#pragma unroll
+                    for (int tile = 0; tile < HEAD_TILES; ++tile)
+                        multiply8(acc[tile][(i - PARTS) * 2 + w], even, odd, weights[tile]);
+                }
             }
         }
+    }
+
+    __device__ __forceinline__ void weigh(int seen, float scale, float softcap) {
+        int lane = threadIdx.x & 31, token = lane % 4 * 2;
+        mask = (token < seen ? 0xffffu : 0) | (token + 1 < seen ? 0xffff0000u : 0);
+        float shrink[HEAD_TILES];
+        bool same = true;
 #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            float best = top[g];
+        for (int tile = 0; tile < HEAD_TILES; ++tile) {
+            float logits[2];
 #pragma unroll
-            for (int i = 0; i < TOKEN_STEPS; ++i) best = fmaxf(best, logits[g][i]);
+            for (int j = 0; j < 2; ++j) {
+                float sum = 0.f;
 #pragma unroll
-            for (int other = 16; other >= TOKEN_LANES; other >>= 1)
-                best = fmaxf(best, __shfl_xor_sync(~0u, best, other));
-            float shrink = exp2f(top[g] - best);  // there is a token, so best is finite
-            top[g] = best, total[g] *= shrink;
-#pragma unroll
-            for (int n = 0; n < 8; ++n) acc[g][n] *= shrink;
-#pragma unroll
-            for (int i = 0; i < TOKEN_STEPS; ++i) total[g] += logits[g][i] = exp2f(logits[g][i] - best);
+                for (int chain = 0; chain < CHAINS; ++chain) sum += sums[chain][2 * tile + j];
+                sum *= scale;
+                if (CAPPED) sum = softcap * tanhf(sum / softcap);
+                logits[j] = token + j < seen ? sum * LOG2E : NEGATIVE_INFINITY;
+            }
+            float best = fmaxf(logits[0], logits[1]);
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+            best = fmaxf(best, top[tile]);
+            shrink[tile] = exp2f(top[tile] - best);  // there is a token, so best is finite
+            same &= top[tile] == best;
+            float one = exp2f(logits[0] - best), two = exp2f(logits[1] - best);
+            top[tile] = best, total[tile] = total[tile] * shrink[tile] + (one + two);
+            weights[tile] = rounded2(one, two);
         }
+        if (__all_sync(~0u, same)) return;
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) {
-            float x[8];
-            unpack_row(row(TOKEN_STEPS + i), x);
-            if (i * TOKENS_AT_ONCE + lane / TOKEN_LANES >= seen)  // what was never written may be NaN
+        for (int tile = 0; tile < HEAD_TILES; ++tile) {
+            float one = __shfl_sync(~0u, shrink[tile], token * 4), two = __shfl_sync(~0u, shrink[tile], token * 4 + 4);
 #pragma unroll
-                for (int n = 0; n < 8; ++n) x[n] = 0.f;
-#pragma unroll
-            for (int g = 0; g < G; ++g)
-#pragma unroll
-                for (int n = 0; n < 8; ++n) acc[g][n] = fmaf(logits[g][i], x[n], acc[g][n]);
+            for (int n = 0; n < D / 16; ++n)
+                acc[tile][n][0] *= one, acc[tile][n][1] *= two, acc[tile][n][2] *= one, acc[tile][n][3] *= two;
         }
     }
 };

@@ -18,7 +18,7 @@ struct Arguments {
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/listed_attention.py differs");
 
 struct __align__(16) Shared {
-    float queries[G * D];   // times scale
+    u16 queries[QUERY_NUMBERS];
     float record[RECORD];   // what this member leaves
     u32 of_warp[WARPS];
 };

@@ -45,7 +45,7 @@ __device__ __forceinline__ void merge_cluster(const Arguments &a, const Shared &
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
     __shared__ Shared s;
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
@@ -72,18 +72,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(con
     constexpr int STEP = 32 * sizeof(Packed);  // bytes that a warp copies at a time
     char *ring = rings + warp * RING_BYTES;
     u64 policy = read_once();
-    int part = lane % TOKEN_LANES * sizeof(Packed);
-    const char *keys = (const char *)a.keys + head * a.key_head + part;
-    const char *values = (const char *)a.values + head * a.value_head + part;
+    const char *keys = (const char *)a.keys + head * a.key_head, *values = (const char *)a.values + head * a.value_head;
     auto request = [&](int item) {
         u32 to = shared_address(ring + item % STAGES * STAGE_BYTES + lane * sizeof(Packed));
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) {
-            int at = min((warp + item * WARPS) * UNIT + i * TOKENS_AT_ONCE + lane / TOKEN_LANES, held - 1);
+        for (int i = 0; i < 2 * PARTS; ++i) {
+            int at = min((warp + item * WARPS) * UNIT + token_of(i), held - 1);
             i64 page = physical[at];
             int within = own[at] % PAGE;
-            copy_packed(to + i * STEP, keys + page * a.key_page + within * a.key_token, policy);
-            copy_packed(to + (TOKEN_STEPS + i) * STEP, values + page * a.value_page + within * a.value_token, policy);
+            const char *from = i < PARTS ? keys + page * a.key_page + within * a.key_token
+                                         : values + page * a.value_page + within * a.value_token;
+            copy_packed(to + i * STEP, from + byte_of(i), policy);
         }
     };
     // The newest token may not be written yet.
@@ -95,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(con
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
-    for (int i = thread; i < G * D; i += THREADS) s.queries[i] = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
+    place_queries(s.queries, a.queries + (i64)row * G * D);
 #pragma unroll 1
     for (int i = ready; i < stages; ++i) request(i);
     commit();
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, G <= 4 ? 2 : 1) listed(con
         if (i == 0) wait_for_all_but<0>();
         else wait_for_all_but<STAGES - 1>();
         const char *from = ring + i % STAGES * STAGE_BYTES + lane * sizeof(Packed);
-        softmax.add(s.queries, min(UNIT, held - (warp + i * WARPS) * UNIT), a.softcap, [=](int j) {
+        softmax.add(s.queries, min(UNIT, held - (warp + i * WARPS) * UNIT), a.scale, a.softcap, [=](int j) {
             return *(const Packed *)(from + j * STEP);
         });
         __syncwarp();

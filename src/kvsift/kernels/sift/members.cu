@@ -1,9 +1,9 @@
-// Blocks that share a row: they wait for each other through memory, and the last merges what all have left.
+// Blocks that share a row: they wait for each other through memory, and each merges a share of what all have left.
 
 // Waits until every member of a row has come here, `flag` being zero before the first; all they wrote is then seen.
 __device__ __forceinline__ void wait_for_members(u32 *flag, int members) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (members > 1 && threadIdx.x == 0) {
         u32 seen;
         __threadfence();  // for the whole block: the barrier came before
         asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
@@ -13,58 +13,64 @@ __device__ __forceinline__ void wait_for_members(u32 *flag, int members) {
     __syncthreads();
 }
 
-// Whether this block is the last member of its row to come here.
-__device__ __forceinline__ bool last_of_members(u32 *flag, int members, u32 &word) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 before;
-        __threadfence();
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(flag) : "memory");
-        word = before;
-    }
-    __syncthreads();
-    return word == members - 1;
+// Makes the flags of a row zero, if this block is the last member to come here: none waits for them any more.
+__device__ __forceinline__ void reset_flags(u32 *flags, int number, int members) {
+    if (members == 1 || threadIdx.x != 0) return;
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(flags + number) : "memory");
+    if (before == members - 1)
+        for (int i = 0; i <= number; ++i) flags[i] = 0;
 }
 
-// The records of all members of a row into its output, by the block that was last.
+// This member's share of a row's output, merged from the records of all; the first member counts what is visible, and
+// has the largest logit and the sum of weights of all heads in s.best and s.total then. `weights` is shared memory.
 __device__ __forceinline__ void merge_records(const Arguments &a, Shared &s, float *weights, int row) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, head = row % a.num_kv_heads;
-    const float *records = a.parts + (i64)row * a.members * RECORD;
-    constexpr int AHEAD = 16;  // parts of a number that are under way while they are weighed
-    float ahead[AHEAD];
-#pragma unroll
-    for (int m = 0; m < AHEAD; ++m)
-        ahead[m] = m < a.members && thread < G * D ? __ldcg(records + (i64)m * RECORD + thread) : 0.f;
-    for (int g = warp; g < G; g += WARPS) {
+    int members = a.members, member = blockIdx.x % members;
+    const float *records = a.parts + (i64)row * members * RECORD;
+    constexpr int QUADS = G * D / 4;  // of the output; their parts are read at once
+    int begin = QUADS * member / members, end = QUADS * (member + 1) / members;
+    int first = member ? begin * 4 / D : 0, last = member ? (end * 4 + D - 1) / D : G;
+    for (int g = first + warp; g < last; g += WARPS) {
         float best, sum;
         const float *of_head = records + G * D + g;
-        weigh(a.members, [&](int m) { return __ldcg(of_head + (i64)m * RECORD); },
-              [&](int m) { return __ldcg(of_head + (i64)m * RECORD + G); }, weights + g * a.members, best, sum);
-        if (lane == 0) s.queries[G + g] = best, s.queries[2 * G + g] = sum;  // the queries have done their work
+        weigh(members, [&](int m) { return __ldcg(of_head + (i64)m * RECORD); },
+              [&](int m) { return __ldcg(of_head + (i64)m * RECORD + G); }, weights + g * members, best, sum);
+        if (lane == 0) s.best[g] = best, s.total[g] = sum;
         float keep = 1.f;
         if (SINK) {
             float sink = a.sink[head * G + g] * LOG2E, larger = fmaxf(best, sink);
             keep = best == NEGATIVE_INFINITY ? 0.f : exp2f(best - larger);
             sum = sum * keep + exp2f(sink - larger);
         }
-        if (lane == 0) s.queries[g] = sum > 0.f ? keep / sum : 0.f;
+        if (lane == 0) s.keep[g] = sum > 0.f ? keep / sum : 0.f;
     }
     __syncthreads();
-    for (int n = thread; n < G * D; n += THREADS) {
-        float sum = 0.f;
+    int lanes = members > 16 ? 32 : members > 8 ? 16 : members > 4 ? 8 : members > 2 ? 4 : members;  // of a quad
+    for (int start = begin + warp * 32 / lanes; start < end; start += THREADS / lanes) {
+        int quad = start + lane / lanes;
+        float sums[4] = {0.f, 0.f, 0.f, 0.f};
+        if (quad < end)
+#pragma unroll 4
+            for (int m = lane % lanes; m < members; m += lanes) {
+                float4 x = __ldcg((const float4 *)(records + (i64)m * RECORD) + quad);
+                float weight = weights[quad * 4 / D * members + m];
+                sums[0] = fmaf(x.x, weight, sums[0]), sums[1] = fmaf(x.y, weight, sums[1]);
+                sums[2] = fmaf(x.z, weight, sums[2]), sums[3] = fmaf(x.w, weight, sums[3]);
+            }
+        for (int other = lanes / 2; other; other >>= 1)
 #pragma unroll
-        for (int m = 0; m < AHEAD; ++m)
-            if (n == thread && m < a.members) sum = fmaf(ahead[m], weights[n / D * a.members + m], sum);
-#pragma unroll 16
-        for (int m = n == thread ? AHEAD : 0; m < a.members; ++m)
-            sum = fmaf(__ldcg(records + (i64)m * RECORD + n), weights[n / D * a.members + m], sum);
-        a.out[(i64)row * G * D + n] = rounded(sum * s.queries[n / D]);
+            for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(~0u, sums[i], other);
+        if (quad < end && lane % lanes == 0) {
+            float keep = s.keep[quad * 4 / D];
+            *(uint2 *)(a.out + (i64)row * G * D + quad * 4) =
+                make_uint2(rounded2(sums[0] * keep, sums[1] * keep), rounded2(sums[2] * keep, sums[3] * keep));
+        }
     }
-    if (warp == 0 && a.visible) {
+    if (member == 0 && warp == 0 && a.visible) {
         float shown = 0;
-        for (int m = lane; m < a.members; m += 32) shown += __ldcg(records + (i64)m * RECORD + G * D + 2 * G);
-#pragma unroll
-        for (int other = 16; other; other >>= 1) shown += __shfl_xor_sync(~0u, shown, other);
+        for (int m = lane; m < members; m += 32) shown += __ldcg(records + (i64)m * RECORD + G * D + 2 * G);
+        shown = warp_sum(shown);
         if (lane == 0) atomicAdd(a.visible + row / a.num_kv_heads, (u64)shown);
     }
 }

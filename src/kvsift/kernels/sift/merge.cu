@@ -1,4 +1,4 @@
-// Parts of different tokens into one: of the lanes and warps of a block, then of a row's members.
+// Parts of different tokens into one: of the warps of a block, then of a row's members.
 
 constexpr int PART = (G * (D + 2) + 3) / 4 * 4;  // floats a warp leaves in shared memory
 
@@ -14,48 +14,48 @@ __device__ __forceinline__ void weigh(int parts, Top top, Total total, float *we
         float weight = best == NEGATIVE_INFINITY ? 0.f : exp2f(top(p) - best);
         weights[p] = weight, sum += weight * (p == lane ? first_total : total(p));
     }
-#pragma unroll
-    for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
+    sum = warp_sum(sum);
 }
 
-// A block's part into its record; `parts` is shared memory, where `before` parts of other tokens may lie already.
-__device__ __forceinline__ void leave_record(
-    float *record, Shared &s, float *parts, Softmax &softmax, u32 seen, int before = 0
-) {
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-    auto &[top, total, acc] = softmax;
-    float *own = parts + (before + warp) * PART;
+// A block's part into its record; `parts` is shared memory.
+__device__ __forceinline__ void leave_record(float *record, Shared &s, float *parts, Softmax &softmax, u32 seen) {
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, group = lane / 4, t = lane % 4;
+    float *own = parts + warp * PART;
 #pragma unroll
-    for (int g = 0; g < G; ++g) {
+    for (int tile = 0; tile < HEAD_TILES; ++tile) {
+        float total = softmax.total[tile];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        int g = tile * 8 + group;
+        if (t == 0 && g < G) own[G * D + g] = softmax.top[tile], own[G * D + G + g] = total;
 #pragma unroll
-        for (int other = 16; other >= TOKEN_LANES; other >>= 1) {
-            total[g] += __shfl_xor_sync(~0u, total[g], other);
+        for (int j = 0; j < 2; ++j) {
+            g = tile * 8 + 2 * t + j;
+            if (g >= G) continue;
 #pragma unroll
-            for (int n = 0; n < 8; ++n) acc[g][n] += __shfl_xor_sync(~0u, acc[g][n], other);
+            for (int n = 0; n < D / 16; n += 2) {
+                const auto &one = softmax.acc[tile][n], &two = softmax.acc[tile][n + 1];
+                *(float4 *)(own + g * D + n / 4 * 64 + group * 8 + n % 4 * 2) =
+                    make_float4(one[j], one[2 + j], two[j], two[2 + j]);
+            }
         }
-        if (lane < TOKEN_LANES) {
-            float4 *to = (float4 *)(own + g * D + lane * 8);
-            to[0] = make_float4(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
-            to[1] = make_float4(acc[g][4], acc[g][5], acc[g][6], acc[g][7]);
-        }
-        if (lane == 0) own[G * D + g] = top[g], own[G * D + G + g] = total[g];
     }
     if (lane == 0) s.of_warp[warp] = seen;
     __syncthreads();
-    float *weights = parts + (before + WARPS) * PART;
+    float *weights = parts + WARPS * PART;
     for (int g = warp; g < G; g += WARPS) {
         float best, sum;
         const float *of_head = parts + G * D + g;
-        weigh(before + WARPS, [&](int w) { return of_head[w * PART]; }, [&](int w) { return of_head[w * PART + G]; },
-              weights + g * (before + WARPS), best, sum);
+        weigh(WARPS, [&](int w) { return of_head[w * PART]; }, [&](int w) { return of_head[w * PART + G]; },
+              weights + g * WARPS, best, sum);
         if (lane == 0) record[G * D + g] = best, record[G * D + G + g] = sum;
     }
     __syncthreads();
     for (int n = thread; n < G * D; n += THREADS) {
-        const float *of_parts = weights + n / D * (before + WARPS);
+        const float *of_parts = weights + n / D * WARPS;
         float sum = 0.f;
-#pragma unroll 16
-        for (int w = 0; w < before + WARPS; ++w) sum = fmaf(parts[w * PART + n], of_parts[w], sum);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum = fmaf(parts[w * PART + n], of_parts[w], sum);
         record[n] = sum;
     }
     if (thread == 0) {

@@ -2,6 +2,7 @@
 
 struct Attender {
     static constexpr int STEP = 32 * sizeof(Packed);  // bytes that a warp copies at a time
+    static constexpr int STAGE_PARTS = 2 * PARTS < 8 ? 2 * PARTS : 8, PIECES = 2 * PARTS / STAGE_PARTS;
     const Arguments &a;
     const Shared &s;
     char *ring;
@@ -13,23 +14,32 @@ struct Attender {
         return s.pages[unit / (PAGE / UNIT)] * PAGE + unit % (PAGE / UNIT) * UNIT;
     }
 
-    __device__ __forceinline__ void request(int item) {
-        int unit = warp + item * step;
+    // One of the pieces of an item, eight tokens: their keys and values, or a part of either.
+    __device__ __forceinline__ void request(int stage) {
+        int unit = warp + stage / PIECES * step, piece = stage % PIECES;
         i64 page = s.physical[unit / (PAGE / UNIT)];
-        int token = unit % (PAGE / UNIT) * UNIT + lane / TOKEN_LANES, byte = lane % TOKEN_LANES * sizeof(Packed);
-        const char *key = (const char *)a.keys + head * a.key_head + page * a.key_page + byte;
-        const char *value = (const char *)a.values + head * a.value_head + page * a.value_page + byte;
-        u32 to = shared_address(ring + item % STAGES * STAGE_BYTES + lane * sizeof(Packed));
+        int token = unit % (PAGE / UNIT) * UNIT;
+        const char *keys = (const char *)a.keys + head * a.key_head + page * a.key_page;
+        const char *values = (const char *)a.values + head * a.value_head + page * a.value_page;
+        u32 to = shared_address(ring + stage % STAGES * STAGE_BYTES + lane * sizeof(Packed));
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) {
-            copy_packed(to + i * STEP, key + (token + i * TOKENS_AT_ONCE) * a.key_token, policy);
-            copy_packed(to + (TOKEN_STEPS + i) * STEP, value + (token + i * TOKENS_AT_ONCE) * a.value_token, policy);
+        for (int j = 0; j < STAGE_PARTS; ++j) {
+            int i = piece * STAGE_PARTS + j;
+            bool key = PIECES == 1 ? j < PARTS : piece < PIECES / 2;
+            i64 at = (token + token_of(i)) * (key ? a.key_token : a.value_token) + byte_of(i);
+            copy_packed(to + j * STEP, (key ? keys : values) + at, policy);
         }
     }
 
-    __device__ __forceinline__ void consume(int item, Softmax &softmax) {
-        const char *from = ring + item % STAGES * STAGE_BYTES + lane * sizeof(Packed);
-        int seen = min(UNIT, length - position(item));
-        softmax.add(s.queries, seen, a.softcap, [=](int i) { return *(const Packed *)(from + i * STEP); });
+    template <int PIECE = 0> __device__ __forceinline__ void consume(int stage, int seen, Softmax &softmax) {
+        const char *from = ring + stage % STAGES * STAGE_BYTES + lane * sizeof(Packed);
+        auto row = [=](int i) { return *(const Packed *)(from + i % STAGE_PARTS * STEP); };
+        if constexpr (PIECES == 1) {
+            softmax.add(s.queries, seen, a.scale, a.softcap, row);
+        } else if constexpr (PIECE < PIECES) {
+            if (stage % PIECES != PIECE) return consume<PIECE + 1>(stage, seen, softmax);
+            softmax.add_parts<PIECE * STAGE_PARTS, (PIECE + 1) * STAGE_PARTS>(s.queries, row);
+            if (PIECE == PIECES / 2 - 1) softmax.weigh(seen, a.scale, a.softcap);
+        }
     }
 };

@@ -7,10 +7,9 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int THREADS = WARPS * 32;
-constexpr int UNIT = 8;                                  // tokens attended together by a warp
-constexpr int TOKEN_LANES = D / 8;                       // lanes that read one key
-constexpr int TOKENS_AT_ONCE = 32 / TOKEN_LANES;
-constexpr int TOKEN_STEPS = UNIT / TOKENS_AT_ONCE;
+constexpr int UNIT = 8;                   // tokens attended together by a warp
+constexpr int PARTS = D / 32;             // of eight keys, a lane reads as many times eight numbers
+constexpr int HEAD_TILES = (G + 7) / 8;        // of eight query heads
 // Floats a member leaves: sums, largest logits, weights, tokens seen, and what else the step keeps.
 constexpr int RECORD = (G * (D + 2) + 1 + MORE + 3) / 4 * 4;
 constexpr float LOG2E = 1.4426950408889634f;
@@ -43,15 +42,14 @@ __device__ __forceinline__ u32 to_bfloat2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+__device__ __forceinline__ u32 to_half2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
 __device__ __forceinline__ u16 rounded(float x) { return HALF ? to_half(x) : to_bfloat(x); }
-
-// The numbers of a 16-bit pair, without moving the upper one down.
-__device__ __forceinline__ void unpack2(u32 pair, float &low, float &high) {
-#if HALF
-    low = as_float(pair & 0xffff), high = as_float(pair >> 16);
-#else
-    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-#endif
+__device__ __forceinline__ u32 rounded2(float low, float high) {
+    return HALF ? to_half2(low, high) : to_bfloat2(low, high);
 }
 
 // Eight numbers of a key or value, as they lie in the cache.
@@ -61,10 +59,7 @@ typedef uint2 Packed;
 typedef uint4 Packed;
 #endif
 
-__device__ __forceinline__ void unpack_row(const uint4 &packed, float *x) {
-    unpack2(packed.x, x[0], x[1]), unpack2(packed.y, x[2], x[3]);
-    unpack2(packed.z, x[4], x[5]), unpack2(packed.w, x[6], x[7]);
-}
+__device__ __forceinline__ uint4 pairs_of(const uint4 &packed) { return packed; }
 
 // Two pairs of float16 from four numbers of a byte each.
 __device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
@@ -72,11 +67,39 @@ __device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
 }
 
-__device__ __forceinline__ void unpack_row(const uint2 &packed, float *x) {
-    u32 pairs[4];
-    widen(packed.x, pairs[0], pairs[1]), widen(packed.y, pairs[2], pairs[3]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[2 * i] = from_half(pairs[i] & 0xffff), x[2 * i + 1] = from_half(pairs[i] >> 16);
+__device__ __forceinline__ u32 from_half2(u32 pair) {
+    return HALF ? pair : to_bfloat2(from_half(pair & 0xffff), from_half(pair >> 16));
+}
+
+__device__ __forceinline__ uint4 pairs_of(const uint2 &packed) {
+    uint4 pairs;
+    widen(packed.x, pairs.x, pairs.y), widen(packed.y, pairs.z, pairs.w);
+    return make_uint4(from_half2(pairs.x), from_half2(pairs.y), from_half2(pairs.z), from_half2(pairs.w));
+}
+
+// 16 rows times 8 columns, 16 numbers at a time, of float16 (HALVES) or bfloat16.
+template <bool HALVES>
+__device__ __forceinline__ void multiply16(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (HALVES)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The same, eight numbers at a time, in the format of the cache.
+__device__ __forceinline__ void multiply8(float (&sums)[4], u32 a0, u32 a1, u32 b0) {
+    if (HALF)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(b0));
+    else
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+            : "r"(a0), "r"(a1), "r"(b0));
 }
 
 // What is read once must not push tables, scores and code out of the L2 cache.
@@ -88,6 +111,11 @@ __device__ __forceinline__ u64 read_once() {
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int other = 16; other; other >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+    return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int other = 16; other; other >>= 1) x += __shfl_xor_sync(~0u, x, other);
     return x;
 }
 

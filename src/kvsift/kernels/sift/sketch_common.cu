@@ -5,6 +5,7 @@ constexpr int SUB = 16, PAGE_SUBS = PAGE / SUB;
 constexpr int TILE = 8;                       // subs that a warp weighs at a time
 constexpr int STEPS = D / 32;                 // matrix products per mean: of 32 channels each
 constexpr int WORDS = D / 32;                 // of a code of one bit per channel
+constexpr int LAPS = (WORDS + 3) / 4;         // products per bit of a code: of 128 channels each
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
 constexpr int PLANES = 10;                    // bits of a query's whole numbers that meet codes
 constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
@@ -23,7 +24,7 @@ struct Arguments {
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
     u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind what else does
     float *parts;
-    u32 *flags;                // [rows, 4], zero
+    u32 *flags;                // [rows, 4], zero: members that have weighed, voted, attended, ended
     u64 *visible, *estimated;  // [sequences]
     const float *sink;
     const int *dense_below;    // [sequences]: shorter ones are left out; or null
@@ -35,12 +36,13 @@ struct Arguments {
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sketch_launch.py differs");
 
 struct __align__(16) Shared {
-    float queries[G * D];                  // times scale
+    u16 queries[QUERY_NUMBERS];
     char halves[2][PASSES * 4][D];         // rotated queries as whole numbers of 16 bits: high and low byte
-    u32 planes[PASSES * 4][PLANES][4];     // the same of PLANES bits, bit by bit; words beyond WORDS are zero
+    u32 planes[PASSES * 4][PLANES][4 * LAPS];  // the same of PLANES bits, bit by bit; words beyond WORDS are zero
     float unit[G], fine_unit[G];           // of numbers of PLANES and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
     float lse[G];                          // log2 of the sum of all weights
+    float best[G], total[G], keep[G], rest[WARPS * G];
     u32 of_warp[2 * WARPS];
     u32 sums[THREADS];
     u32 threshold, own_offset, own_quota, own_listed;
@@ -57,7 +59,7 @@ struct Arrays {
     float *scales;  // [own_subs], of mean values
     u8 *marks;      // [own_subs, 4], of four tokens: chosen in bits 0 to 3, as good as the worst in bits 4 to 7
     u16 *weights;   // [own_subs, G, SUB] bfloat16, a token's weight over that of its base, 0 where there is none
-    float *parts;   // of warps, once weights have done their work: first of estimates, then of what is visible
+    float *parts;   // of warps, once weights have done their work
     static __device__ __forceinline__ float *take(float *&from, int count) { return from += count, from - count; }
     __device__ __forceinline__ Arrays(const Arguments &a, char *shared) {
         bins = (u32 *)shared;

@@ -2,69 +2,59 @@
 // float16 matrices, 16 channels by 16 subs by 8 query heads: values become 1152 more than their codes, weights two
 // float16 numbers each.
 
-__device__ __forceinline__ void multiply16(float (&sums)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 to_half2(float low, float high) {
-    u32 bits;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-    return bits;
-}
-
-struct alignas(D / 8) Codes {  // of a lane's channels of one sub
-    u32 words[D / 32];
-};
-
-// This warp's part of the estimate into arrays.parts.
+// This warp's part of the estimate into its softmax, and the sums of its shares into s.rest.
 __device__ __forceinline__ void add_rest(
-    const Arguments &a, const Arrays &arrays, const Shared &s, const Span &span, const u8 *rows
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Softmax &softmax
 ) {
-    constexpr int MEMBERS = 16, TILES = D / 16, OWN = D / 8;  // subs at once; of 16 channels; channels of a lane
+    constexpr int MEMBERS = 16;  // subs at once
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32, group = lane / 4, t = lane % 4;
-    float sums[TILES][4], share = 0.f, weight_sum = 0.f, largest = 1e-20f;
+    float share[HEAD_TILES], weight_sum[HEAD_TILES], largest = 1e-20f;
 #pragma unroll
-    for (int c = 0; c < TILES; ++c) sums[c][0] = sums[c][1] = sums[c][2] = sums[c][3] = 0.f;
+    for (int tile = 0; tile < HEAD_TILES; ++tile) share[tile] = weight_sum[tile] = 0.f;
     for (int start = warp * MEMBERS; start < span.count; start += WARPS * MEMBERS)
         if (start + lane % MEMBERS < span.count) largest = fmaxf(largest, arrays.scales[start + lane % MEMBERS]);
     // shares are at most one: a power of two that keeps weights below 2^11
     u32 exponent = __float_as_uint(warp_max(largest)) >> 23;
     float unit = __uint_as_float((254 + 10 - exponent) << 23), inverse = __uint_as_float((exponent - 10) << 23);
-    Codes next[4];
+    uint2 next[4][D / 64];  // a lane's channels of its subs, as many as of values that it attends
     auto load = [&](int start) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int there = min(start + 2 * t + i % 2 + i / 2 * 8, span.count - 1);
-            next[i] = *(const Codes *)(rows + arrays.pages[there] * a.row_page + VALUE_MEAN + group * OWN);
+            const u8 *from = rows + arrays.pages[there] * a.row_page + VALUE_MEAN + group * 8;
+#pragma unroll
+            for (int w = 0; w < D / 64; ++w) next[i][w] = *(const uint2 *)(from + w * 64);
         }
     };
     if (warp * MEMBERS < span.count) load(warp * MEMBERS);
     for (int start = warp * MEMBERS; start < span.count; start += WARPS * MEMBERS) {
-        u32 values[4][OWN / 4];
-        float weights[4];
+        u32 values[4][D / 32], high[HEAD_TILES][2], low[HEAD_TILES][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int w = 0; w < OWN / 4; ++w) values[i][w] = next[i].words[w] ^ 0x80808080u;
+            for (int w = 0; w < D / 64; ++w)
+                values[i][2 * w] = next[i][w].x ^ 0x80808080u, values[i][2 * w + 1] = next[i][w].y ^ 0x80808080u;
         load(start + WARPS * MEMBERS);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int sub = start + 2 * t + i % 2 + i / 2 * 8, there = min(sub, span.count - 1);
-            float own = group < G && sub < span.count ? arrays.unseen[there * G + group] : 0.f;
-            share += own, weights[i] = own * (arrays.scales[there] * unit);
-        }
-        u32 high[2], low[2];
+        for (int tile = 0; tile < HEAD_TILES; ++tile) {
+            int g = tile * 8 + group;
+            float weights[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            high[i] = to_half2(weights[2 * i], weights[2 * i + 1]);
-            float one = from_half(high[i] & 0xffff), two = from_half(high[i] >> 16);
-            low[i] = to_half2(weights[2 * i] - one, weights[2 * i + 1] - two);
-            weight_sum += one + from_half(low[i] & 0xffff) + (two + from_half(low[i] >> 16));
+            for (int i = 0; i < 4; ++i) {
+                int sub = start + 2 * t + i % 2 + i / 2 * 8, there = min(sub, span.count - 1);
+                float own = g < G && sub < span.count ? arrays.unseen[there * G + g] : 0.f;
+                share[tile] += own, weights[i] = own * (arrays.scales[there] * unit);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32 bits = high[tile][i] = to_half2(weights[2 * i], weights[2 * i + 1]);
+                float one = from_half(bits & 0xffff), two = from_half(bits >> 16);
+                bits = low[tile][i] = to_half2(weights[2 * i] - one, weights[2 * i + 1] - two);
+                weight_sum[tile] += one + from_half(bits & 0xffff) + (two + from_half(bits >> 16));
+            }
         }
 #pragma unroll
-        for (int w = 0; w < OWN / 4; ++w) {
+        for (int w = 0; w < D / 32; ++w) {
             u32 operand[2][4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {  // subs 2t and 2t + 1, then those eight behind
@@ -77,32 +67,38 @@ __device__ __forceinline__ void add_rest(
             }
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                multiply16(sums[2 * w + c], operand[c], high[0], high[1]);
-                multiply16(sums[2 * w + c], operand[c], low[0], low[1]);
+                const u32 (&x)[4] = operand[c];
+#pragma unroll
+                for (int tile = 0; tile < HEAD_TILES; ++tile) {
+                    float (&sums)[4] = softmax.acc[tile][2 * w + c];
+                    multiply16<true>(sums, x[0], x[1], x[2], x[3], high[tile][0], high[tile][1]);
+                    multiply16<true>(sums, x[0], x[1], x[2], x[3], low[tile][0], low[tile][1]);
+                }
             }
         }
     }
 #pragma unroll
-    for (int other = 1; other < 4; other <<= 1) {
-        share += __shfl_xor_sync(~0u, share, other);
-        weight_sum += __shfl_xor_sync(~0u, weight_sum, other);
+    for (int tile = 0; tile < HEAD_TILES; ++tile) {
+#pragma unroll
+        for (int other = 1; other < 4; other <<= 1) {
+            share[tile] += __shfl_xor_sync(~0u, share[tile], other);
+            weight_sum[tile] += __shfl_xor_sync(~0u, weight_sum[tile], other);
+        }
+        int g = tile * 8 + group;
+        if (t == 0 && g < G) s.rest[warp * G + g] = share[tile];
+        softmax.top[tile] = g < G ? s.lse[g] : 0.f, softmax.total[tile] = t == 0 ? share[tile] : 0.f;
+        float excess[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) excess[i] = 1152.f * __shfl_sync(~0u, weight_sum[tile], (2 * t + i) * 4);
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                softmax.acc[tile][n][i] = (softmax.acc[tile][n][i] - excess[i % 2]) * inverse;
     }
-    float *part = arrays.parts + warp * PART;
-    if (t == 0 && group < G) part[G * D + group] = s.lse[group], part[G * D + G + group] = share;
-    float excess[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) excess[i] = 1152.f * __shfl_sync(~0u, weight_sum, (2 * t + i) * 4);
-#pragma unroll
-    for (int c = 0; c < TILES; ++c)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (2 * t + i < G)
-                *(float2 *)(part + (2 * t + i) * D + group * OWN + 2 * c) = make_float2(
-                    (sums[c][i] - excess[i]) * inverse, (sums[c][2 + i] - excess[i]) * inverse
-                );
 }
 
-// The estimated shares of all query heads of a row, by the block that has merged its records.
+// The estimated shares of all query heads of a row, by its first member, once the records are merged.
 __device__ __forceinline__ void add_estimated(const Arguments &a, const Shared &s, int row) {
     int lane = threadIdx.x & 31;
     if (threadIdx.x >= 32) return;
@@ -112,9 +108,7 @@ __device__ __forceinline__ void add_estimated(const Arguments &a, const Shared &
     for (int g = 0; g < G; ++g) {
         float rest = 0.f;
         for (int m = lane; m < a.members; m += 32) rest += __ldcg(records + (i64)m * RECORD + g);
-#pragma unroll
-        for (int other = 16; other; other >>= 1) rest += __shfl_xor_sync(~0u, rest, other);
-        shares += rest * exp2f(s.lse[g] - s.queries[G + g]) / s.queries[2 * G + g];
+        shares += warp_sum(rest) * exp2f(s.lse[g] - s.best[g]) / s.total[g];
     }
     if (lane == 0) atomicAdd(a.estimated + row / a.num_kv_heads, (u64)((double)shares * 4294967296.0));
 }

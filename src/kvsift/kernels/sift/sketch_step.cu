@@ -5,7 +5,7 @@
 //   1. weighs its tokens by their codes and leaves each query head's sum of weights; waits for the others,
 //   2. turns weights into votes and leaves a histogram of them; waits for the others,
 //   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
-//      window, and the means of the pages for what is not visible; the last to finish merges the parts.
+//      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
 // HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), REST (estimate what is not visible),
@@ -28,7 +28,8 @@ __device__ __forceinline__ int list_ends(
 
 // Keys and values of the tokens that this member attends, eight at a time.
 struct Gather {
-    static constexpr int AHEAD = G <= 4 ? 2 * TOKEN_STEPS : TOKEN_STEPS;  // what registers have room for
+    static constexpr int ROOM = (WARPS <= 8 ? 40 : 16) - HEAD_TILES * D / 16;  // parts that registers have room for
+    static constexpr int AHEAD = 2 * PARTS < ROOM ? 2 * PARTS : ROOM;
     const Arguments &a;
     const Arrays &arrays;
     int listed, unit;
@@ -37,18 +38,16 @@ struct Gather {
 
     __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
         : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
-        int part = (threadIdx.x & 31) % TOKEN_LANES * sizeof(Packed);
-        keys = (const char *)a.keys + head * a.key_head + part;
-        values = (const char *)a.values + head * a.value_head + part;
+        keys = (const char *)a.keys + head * a.key_head, values = (const char *)a.values + head * a.value_head;
         if (unit < listed) request();
     }
 
     __device__ __forceinline__ Packed load(int i) const {
-        int at = min(unit + i % TOKEN_STEPS * TOKENS_AT_ONCE + (threadIdx.x & 31) / TOKEN_LANES, listed - 1);
-        int within = arrays.listed[at] % PAGE;
+        int at = min(unit + token_of(i), listed - 1), within = arrays.listed[at] % PAGE;
         i64 page = arrays.physical[at];
-        return __ldcs((const Packed *)(i < TOKEN_STEPS ? keys + page * a.key_page + within * a.key_token
-                                                       : values + page * a.value_page + within * a.value_token));
+        const char *from = i < PARTS ? keys + page * a.key_page + within * a.key_token
+                                     : values + page * a.value_page + within * a.value_token;
+        return __ldcs((const Packed *)(from + byte_of(i)));
     }
 
     __device__ __forceinline__ void request() {
@@ -59,7 +58,7 @@ struct Gather {
     __device__ __forceinline__ void attend(const Shared &s, Softmax &softmax) {
 #pragma unroll 1
         while (unit < listed) {
-            softmax.add(s.queries, min(UNIT, listed - unit), a.softcap, [&](int i) {
+            softmax.add(s.queries, min(UNIT, listed - unit), a.scale, a.softcap, [&](int i) {
                 return i < AHEAD ? rows[i % AHEAD] : load(i);
             });
             unit += WARPS * UNIT;
@@ -98,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
+    place_queries(s.queries, a.queries + (i64)row * G * D);
     rotate_queries(a, s, row);
 
     int *list = a.tokens + (i64)row * CAPACITY;
@@ -125,13 +125,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
             loaded = next;
         }
         leave_shares(a, s, (float *)s.sums, top, total);
-        if (a.members > 1) wait_for_members(a.flags + row * 4, a.members);
-        else __syncthreads();
+        wait_for_members(a.flags + row * 4, a.members);
         sum_shares(a, s, row);
         if (chosen > 0) {
             leave_bins(a, arrays, s, span);
-            if (a.members > 1) wait_for_members(a.flags + row * 4 + 1, a.members);
-            else __syncthreads();
+            wait_for_members(a.flags + row * 4 + 1, a.members);
             find_threshold(a, s, row, chosen);
         } else {
             if (thread == 0) s.threshold = BINS, s.own_quota = s.own_offset = 0;
@@ -148,20 +146,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     __syncthreads();
     Gather gather(a, arrays, head, listed);
     bool estimates = REST && ranks;
-    if (estimates) add_rest(a, arrays, s, span, rows);
+    if (estimates) add_rest(a, arrays, s, span, rows, softmax);
     gather.attend(s, softmax);
     __syncthreads();
 
     float *record = a.parts + (i64)blockIdx.x * RECORD;
-    leave_record(record, s, arrays.parts, softmax, warp == 0 ? listed : 0, estimates ? WARPS : 0);
+    leave_record(record, s, arrays.parts, softmax, warp == 0 ? listed : 0);
     if (estimates && thread < G) {
         float rest = 0.f;
-        for (int w = 0; w < WARPS; ++w) rest += arrays.parts[w * PART + G * D + G + thread];
+        for (int w = 0; w < WARPS; ++w) rest += s.rest[w * G + thread];
         record[G * (D + 2) + 1 + thread] = rest;
     }
-    if (!last_of_members(a.flags + row * 4 + 2, a.members, s.word[3])) return;
+    wait_for_members(a.flags + row * 4 + 2, a.members);
     merge_records(a, s, arrays.parts, row);
-    __syncthreads();
-    if (estimates && a.estimated) add_estimated(a, s, row);
-    if (thread < 3) a.flags[row * 4 + thread] = 0;
+    if (estimates && a.estimated && member == 0) add_estimated(a, s, row);
+    reset_flags(a.flags + row * 4, 3, a.members);
 }

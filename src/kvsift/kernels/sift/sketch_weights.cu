@@ -2,7 +2,7 @@
 // channels where this bit and the code's are set: codes need no unpacking. Mean keys are bytes and meet the queries as
 // two bytes each. All products are exact.
 
-__device__ __forceinline__ void multiply8(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+__device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -23,7 +23,6 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         for (int i = 0; i < D / 32; ++i) {
             u32 channel = i * 32 + lane;
             float q = g < G ? as_float(a.queries[((i64)row * G + g) * D + channel]) * a.scale : 0.f;
-            if (g < G) s.queries[g * D + channel] = q;
             x[i] = (channel * 0x9E3779B1u >> 15 & 1 ? -q : q) * rsqrtf((float)D);
         }
 #pragma unroll
@@ -48,7 +47,7 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         float coarse = MOST / largest, fine = 32512.f / largest;
         int sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4 * LAPS; ++i) {
             int whole = i < D / 32 ? __float2int_rn(x[i % (D / 32)] * coarse) : 0;
             sum += whole;
 #pragma unroll
@@ -63,8 +62,7 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
             s.halves[0][g][i * 32 + lane] = high, s.halves[1][g][i * 32 + lane] = whole - 256 * high;
         }
         sum = __reduce_add_sync(~0u, sum);
-#pragma unroll
-        for (int other = 16; other; other >>= 1) square += __shfl_xor_sync(~0u, square, other);
+        square = warp_sum(square);
         if (lane == 0 && g < G) {
             s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / 32512), s.sum[g] = sum;
             s.noise[g] = square * ERROR * 0.5f * LOG2E;
@@ -82,7 +80,7 @@ struct Weigher {
     int lane;
 
     struct Loaded {
-        uint4 codes[BITS][TILE / 2];
+        uint4 codes[BITS][LAPS][TILE / 2];
         uint2 factors[TILE / 2];
         uint4 mean[D / 64];
         u32 scales;  // of mean key and mean value
@@ -103,7 +101,10 @@ struct Weigher {
             int token = within(tile * TILE + of_tile) + group % 4 * 4;
 #pragma unroll
             for (int bit = 0; bit < BITS; ++bit)
-                to.codes[bit][i] = __ldg((const uint4 *)(from + ((bit * WORDS + t % WORDS) * PAGE + token) * 4));
+#pragma unroll
+                for (int lap = 0; lap < LAPS; ++lap)
+                    to.codes[bit][lap][i] =
+                        __ldg((const uint4 *)(from + ((bit * WORDS + (4 * lap + t) % WORDS) * PAGE + token) * 4));
             to.factors[i] = __ldg((const uint2 *)(from + FACTORS + token * 2));
         }
         const u8 *from = start(tile * TILE + group, __shfl_sync(~0u, page, group));
@@ -140,9 +141,11 @@ struct Weigher {
             if (FULL || 2 * i + group / 4 < count) best = fmaxf(best, CAPPED ? cap * tanhf(bases[i] / cap) : bases[i]);
         }
         total *= power(top - best), top = best;
-        u32 planes[PLANES / 2];
+        u32 planes[PLANES / 2][LAPS];
 #pragma unroll
-        for (int p = 0; p < PLANES / 2; ++p) planes[p] = s.planes[column][2 * p + group % 2][t];
+        for (int p = 0; p < PLANES / 2; ++p)
+#pragma unroll
+            for (int lap = 0; lap < LAPS; ++lap) planes[p][lap] = s.planes[column][2 * p + group % 2][4 * lap + t];
 #pragma unroll
         for (int pair = 0; pair < TILE / 4; ++pair) {
             float weights[2][4];
@@ -151,13 +154,15 @@ struct Weigher {
                 int dots[2] = {0, 0};
 #pragma unroll
                 for (int bit = BITS - 1; bit >= 0; --bit) {
-                    u32 one = ((const u32 *)&from.codes[bit][2 * pair])[j];
-                    u32 two = ((const u32 *)&from.codes[bit][2 * pair + 1])[j];
                     dots[0] *= 2, dots[1] *= 2;
 #pragma unroll
                     for (int p = 0; p < PLANES / 2; ++p) {
                         int counts[4] = {0, 0, 0, 0};
-                        count_common(counts, one, two, planes[p]);
+#pragma unroll
+                        for (int lap = 0; lap < LAPS; ++lap) {
+                            const uint4 *codes = from.codes[bit][lap] + 2 * pair;
+                            count_common(counts, ((const u32 *)codes)[j], ((const u32 *)(codes + 1))[j], planes[p][lap]);
+                        }
                         int low = 1 << 2 * p, high = p == PLANES / 2 - 1 ? -2 * low : 2 * low;
                         dots[0] += counts[0] * low + counts[1] * high, dots[1] += counts[2] * low + counts[3] * high;
                     }
@@ -204,8 +209,8 @@ struct Weigher {
 #pragma unroll
         for (int i = 0; i < STEPS / 2; ++i) {
             uint4 x = q[i];
-            multiply8(sums, mean[4 * i], 0, mean[4 * i + 1], 0, x.x, x.y);
-            multiply8(sums, mean[4 * i + 2], 0, mean[4 * i + 3], 0, x.z, x.w);
+            multiply_bytes(sums, mean[4 * i], 0, mean[4 * i + 1], 0, x.x, x.y);
+            multiply_bytes(sums, mean[4 * i + 2], 0, mean[4 * i + 3], 0, x.z, x.w);
         }
         return (float)(256 * sums[0] + sums[1]) * from_half(from.scales & 0xffff);
     }
@@ -229,13 +234,12 @@ __device__ __forceinline__ void leave_shares(
         if (lane < 4 && g < G) scratch[(g * 2) * WARPS + warp] = top[pass], scratch[(g * 2 + 1) * WARPS + warp] = total[pass];
     }
     __syncthreads();
-    if (warp < G) {
-        float best, sum, mine = lane < WARPS ? scratch[warp * 2 * WARPS + lane] : NEGATIVE_INFINITY;
+    for (int g = warp; g < G; g += WARPS) {
+        float best, sum, mine = lane < WARPS ? scratch[g * 2 * WARPS + lane] : NEGATIVE_INFINITY;
         best = warp_max(mine);
-        sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(warp * 2 + 1) * WARPS + lane] * power(mine - best) : 0.f;
-#pragma unroll
-        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
-        float *to = a.shares + ((i64)blockIdx.x * G + warp) * 2;
+        sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(g * 2 + 1) * WARPS + lane] * power(mine - best) : 0.f;
+        sum = warp_sum(sum);
+        float *to = a.shares + ((i64)blockIdx.x * G + g) * 2;
         if (lane == 0) to[0] = best, to[1] = sum;
     }
 }
@@ -243,19 +247,17 @@ __device__ __forceinline__ void leave_shares(
 // log2 of each query head's sum of weights over all members.
 __device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int row) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    if (warp < G) {
+    for (int g = warp; g < G; g += WARPS) {
         float best = NEGATIVE_INFINITY, sum = 0.f;
         for (int m = lane; m < a.members; m += 32) {
-            float2 theirs = __ldcg((const float2 *)(a.shares + (((i64)row * a.members + m) * G + warp) * 2));
+            float2 theirs = __ldcg((const float2 *)(a.shares + (((i64)row * a.members + m) * G + g) * 2));
             float larger = fmaxf(best, theirs.x);
             if (larger > NEGATIVE_INFINITY)
                 sum = sum * power(best - larger) + theirs.y * power(theirs.x - larger), best = larger;
         }
         float top = warp_max(best);
-        sum = top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f;
-#pragma unroll
-        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
-        if (lane == 0) s.lse[warp] = sum > 0.f ? top + log2f(sum) : 0.f;
+        sum = warp_sum(top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f);
+        if (lane == 0) s.lse[g] = sum > 0.f ? top + log2f(sum) : 0.f;
     }
     __syncthreads();
 }

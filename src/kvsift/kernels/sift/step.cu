@@ -4,8 +4,8 @@
 // The rows (sequence, KV head) are shared out among MEMBERS blocks each. A row's members
 //   1. score a share of its pages each, and wait for one another,
 //   2. choose its best pages, each for itself: cheaper than to pass the list on,
-//   3. attend a share of the listed tokens each; the last to finish merges the parts.
-// Every warp streams stages of 4 KiB at most through a ring of its own in shared memory, so that enough bytes are in flight and
+//   3. attend a share of the listed tokens each, wait for one another, and merge a share of the output each.
+// Every warp streams stages of at most 4 KiB through a ring of its own in shared memory, so that enough bytes are in flight and
 // no barrier stands between memory and arithmetic.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, FIRST_FEATURE and SECOND_FEATURE of the
@@ -37,31 +37,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
         if (i < items) scorer.request(i);
         commit();
     }
-    for (int i = thread; i < STEPS * 32; i += THREADS) s.features[i] = make_uint4(0, 0, 0, 0);
+    for (int i = thread; i < PASSES * STEPS * 32; i += THREADS) s.features[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
+    place_queries(s.queries, a.queries + (i64)row * G * D);
     for (int i = thread; i < G * D; i += THREADS) {
         float q = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
-        s.queries[i] = q;
         place_feature(s, i / D, i % D, first_feature(q));
         place_feature(s, i / D, D + i % D, second_feature(q));
     }
     __syncthreads();
     {
-        uint4 features[STEPS];
+        uint4 features[HELD ? STEPS : 1];
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) features[i] = s.features[i * 32 + lane];
+        for (int i = 0; HELD && i < STEPS; ++i) features[i] = s.features[i * 32 + lane];
         for (int i = 0; i < items; ++i) {
             wait_for_all_but<STAGES - 1>();
-            scorer.consume(i, features);
+            scorer.consume(i, [&](int pass, int n) {
+                return HELD ? features[n % STEPS] : s.features[(pass * STEPS + n) * 32 + lane];
+            });
             __syncwarp();
             if (i + STAGES < items) scorer.request(i + STAGES);
             commit();
         }
     }
-    if (ranks && a.members > 1) wait_for_members(a.flags + row * 2, a.members);  // for their scores
+    if (ranks) wait_for_members(a.flags + row * 3, a.members);  // for their scores
     else __syncthreads();
     for (int i = thread; i < BINS / 4; i += THREADS) s.bins[i] = make_uint4(0, 0, 0, 0);
 
@@ -81,23 +83,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     Softmax softmax;
     softmax.clear();
     u32 seen = 0;
+    int stages = items * Attender::PIECES;
 #pragma unroll 1  // unrolled, ptxas 13.0 makes an illegal instruction of a copy (head_dim 64)
     for (int i = 0; i < STAGES; ++i) {
-        if (i < items) attender.request(i);
+        if (i < stages) attender.request(i);
         commit();
     }
-    for (int i = 0; i < items; ++i) {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+        int here = min(UNIT, length - attender.position(i / Attender::PIECES));
         wait_for_all_but<STAGES - 1>();
-        attender.consume(i, softmax);
-        seen += min(UNIT, length - attender.position(i));
+        attender.consume(i, here, softmax);
+        if (i % Attender::PIECES == 0) seen += here;
         __syncwarp();
-        if (i + STAGES < items) attender.request(i + STAGES);
+        if (i + STAGES < stages) attender.request(i + STAGES);
         commit();
     }
     __syncthreads();
 
     leave_record(a.parts + (i64)blockIdx.x * RECORD, s, (float *)rings, softmax, seen);
-    if (!last_of_members(a.flags + row * 2 + 1, a.members, s.word[3])) return;
+    wait_for_members(a.flags + row * 3 + 1, a.members);
     merge_records(a, s, (float *)rings, row);
-    if (thread == 0) a.flags[row * 2] = a.flags[row * 2 + 1] = 0;
+    reset_flags(a.flags + row * 3, 2, a.members);
 }
