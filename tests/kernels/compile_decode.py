@@ -1,8 +1,9 @@
 """Compile the kernels of both sparse attentions, and of ``merge``, for Hopper on a machine without a GPU.
 
-Prints a line per launch: kernel, and bytes of shared memory. Run in a process of its own, as ``compile_for_hopper``.
+Prints a line per launch: kernel, and bytes of shared memory; with the argument ``wide`` for heads of 512. Run in a process of its own, as ``compile_for_hopper``.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +30,20 @@ CASES = [  # (group, head_dim, page_size, kind, dtype)
     (3, 80, 16, "centroid_radius", torch.bfloat16),
     (8, 256, 32, "mean_std", torch.bfloat16),
     (2, 256, 16, "log_mass", torch.float32),
+    (16, 128, 16, "minmax_fp8", torch.bfloat16),
 ]
 SKETCHES = [  # (group, head_dim, page_size, bits, dtype)
     (1, 64, 4, 1, torch.float16),
     (4, 128, 16, 1, torch.bfloat16),
     (8, 256, 32, 2, torch.bfloat16),
     (2, 80, 128, 2, torch.float32),
+    (16, 256, 16, 1, torch.bfloat16),
 ]
+WIDE = [(8, 512, 16, "minmax", torch.bfloat16)], [(8, 512, 16, 1, torch.bfloat16)]
 
 
-def launch_all() -> None:
-    for group, head_dim, page_size, kind, dtype in CASES:
+def launch_all(cases: list[Any], sketches: list[Any]) -> None:
+    for group, head_dim, page_size, kind, dtype in cases:
         case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, kind=kind, device="cpu")
         sinks = torch.zeros(2 * group, dtype=dtype)
         by_twins(*case[:4], *case.new_lists(group > 1), kind=kind, scale=1.0, softcap=3.0, sink_logit=sinks)
@@ -49,7 +53,7 @@ def launch_all() -> None:
         )
         part = Part(torch.zeros(1, 4, 3, head_dim, dtype=dtype), torch.zeros(1, 4, 3))
         merge_triton(part, part)
-    for group, head_dim, page_size, bits, dtype in SKETCHES:
+    for group, head_dim, page_size, bits, dtype in sketches:
         case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, device="cpu")
         width = SketchLayout(bits, head_dim, page_size).width
         rows = torch.zeros(2, case.kv.keys.shape[1], width, dtype=torch.uint8)
@@ -57,11 +61,10 @@ def launch_all() -> None:
         how = {"bits": bits, "rest": group > 1, "softcap": 3.0 if group == 2 else None}
         spans = torch.tensor([[4, 280, 100, 300], [0, 0, 0, 1]], dtype=torch.int32)
         sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)
-    for group, head_dim, page_size, _, dtype in CASES:
+    for group, head_dim, page_size, _, dtype in cases:
         case = draw_case([300] * 8, 2, group, head_dim, page_size, dtype, device="cpu")
         for size in (1, 8):
             block_attention_triton(case.queries, case.kv, size, scale=1.0, softcap=3.0 if group == 3 else None)
-    launch_over_blocks()
 
 
 def launch_over_blocks() -> None:
@@ -92,5 +95,10 @@ def print_shared_bytes(launch_all: Callable[[], None]) -> None:
     launch_all()
 
 
+def launch_usual() -> None:
+    launch_all(CASES, SKETCHES)
+    launch_over_blocks()
+
+
 if __name__ == "__main__":
-    print_shared_bytes(launch_all)
+    print_shared_bytes(launch_usual if sys.argv[1:] != ["wide"] else lambda: launch_all(*WIDE))

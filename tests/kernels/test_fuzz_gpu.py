@@ -54,12 +54,12 @@ class Variant(NamedTuple):
         softcap, sink_logit = rng.random() < 0.3, rng.random() < 0.3
         if single:
             kind = rng.choice([kind for kind in SUMMARIES if kind != "centroid_radius"])
-            group, head_dim = rng.randint(1, 8), rng.choice([64, 128])
+            group, head_dim = rng.choice([(rng.randint(1, 8), 512), *((rng.randint(1, 16), dim) for dim in (64, 128, 256))])
             capacity = rng.choice([5, 16, 40, 100, 128, FEWEST_KEYS // GROUP_PAGES])
             shape = (group, head_dim, page_size, kind, dtype, capacity, softcap, sink_logit)
             return cls(True, *shape, shared=True, num_kv_heads=None)
         kind, capacity = rng.choice([*SUMMARIES, "centroid_radius"]), rng.choice([16, 128])
-        shape = (rng.randint(1, 8), rng.choice([80, 96, 256]), page_size, kind, dtype, capacity, softcap, sink_logit)
+        shape = (rng.randint(1, 8), rng.choice([80, 96, 192]), page_size, kind, dtype, capacity, softcap, sink_logit)
         return cls(False, *shape, shared=rng.random() < 0.5, num_kv_heads=rng.choice([1, 2, 4]))
 
 

@@ -14,7 +14,17 @@ from kvsift.kernels.listed_attention import listed_attention_cuda, listed_launch
 from kvsift.kernels.page_attention import page_attention, page_attention_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU or newer, and NVRTC")]
-SHAPES = [(2, 1, 64, 16), (8, 4, 128, 16), (1, 8, 64, 8), (2, 7, 128, 64), (1, 3, 128, 16)]  # heads, group, dim, page
+SHAPES = [  # KV heads, group, head_dim, page_size
+    (2, 1, 64, 16),
+    (8, 4, 128, 16),
+    (1, 8, 64, 8),
+    (2, 7, 128, 64),
+    (1, 3, 128, 16),
+    (4, 6, 256, 16),  # Qwen3.6-27B
+    (4, 16, 128, 16),  # Qwen3-235B
+    (2, 8, 512, 16),  # Gemma 4
+    (1, 12, 256, 16),
+]
 LENGTHS = [250, 1, 61, 64, 5000]
 
 

@@ -99,6 +99,14 @@ def launch(case: DecodeCase, **how: Any) -> None:
         ((2, 2, 64, 8), torch.float16, "minmax", {"softcap": 5.0, "sink_logit": True}),
         ((4, 5, 64, 16), torch.float16, "minmax_fp8", {}),
         ((1, 7, 128, 32), torch.bfloat16, "minmax", {"sink_logit": True}),
+        ((4, 6, 256, 16), torch.bfloat16, "minmax", {}),  # Qwen3.6-27B
+        ((2, 8, 256, 16), torch.float16, "minmax_fp8", {"softcap": 5.0, "sink_logit": True}),
+        ((2, 8, 512, 16), torch.bfloat16, "minmax", {}),  # Gemma 4
+        ((1, 3, 512, 32), torch.float16, "minmax_fp8", {"sink_logit": True}),
+        ((4, 16, 128, 16), torch.bfloat16, "minmax", {}),  # Qwen3-235B
+        ((2, 12, 128, 16), torch.float16, "mean_std", {}),  # GLM-4.7
+        ((1, 10, 64, 8), torch.bfloat16, "minmax_fp8", {}),
+        ((1, 16, 256, 32), torch.bfloat16, "log_mass", {"softcap": 5.0}),
     ],
     ids=str,
 )
@@ -173,7 +181,8 @@ def test_what_the_single_launch_does_not_take_goes_the_other_way() -> None:
         (draw_case(LENGTHS, 2, 2, 80, 8, torch.bfloat16, spans=SPANS), limit, True),
         (draw_case(LENGTHS, 2, 2, 64, 4, torch.bfloat16, spans=SPANS), limit, True),
         (draw_case(LENGTHS, 2, 2, 64, 8, torch.bfloat16, spans=SPANS, kind="centroid_radius"), limit, True),
-        (draw_case(LENGTHS, 1, 9, 64, 8, torch.bfloat16, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 1, 17, 64, 8, torch.bfloat16, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 1, 9, 512, 8, torch.bfloat16, spans=SPANS), limit, True),
         (draw_case(LENGTHS, 2, 2, 64, 8, torch.bfloat16, spans=SPANS, table_pages=KEYS * GROUP_PAGES + 1), limit, True),
         (good, limit + 1, True),
         (good, limit, False),
