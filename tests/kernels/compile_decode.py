@@ -1,6 +1,7 @@
 """Compile the kernels of both sparse attentions, and of ``merge``, for Hopper on a machine without a GPU.
 
-Prints a line per launch: kernel, and bytes of shared memory; with the argument ``wide`` for heads of 512. Run in a process of its own, as ``compile_for_hopper``.
+Prints a line per launch: kernel, and bytes of shared memory; with the argument ``wide`` for heads of 512. Run in a
+process of its own, as ``compile_for_hopper``.
 """
 
 import sys

@@ -16,7 +16,7 @@ from kernels.conftest import needs_triton
 def test_step_kernels_compile_for_hopper_and_wait_for_their_predecessors_where_they_must(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_for_hopper.py")
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, script, *arguments], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     launches = [line.split() for line in run.stdout.splitlines()]
     assert len(launches) == 69

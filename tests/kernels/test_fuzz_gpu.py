@@ -54,7 +54,8 @@ class Variant(NamedTuple):
         softcap, sink_logit = rng.random() < 0.3, rng.random() < 0.3
         if single:
             kind = rng.choice([kind for kind in SUMMARIES if kind != "centroid_radius"])
-            group, head_dim = rng.choice([(rng.randint(1, 8), 512), *((rng.randint(1, 16), dim) for dim in (64, 128, 256))])
+            head_dim = rng.choice([64, 128, 256, 512])
+            group = rng.randint(1, 8 if head_dim == 512 else 16)
             capacity = rng.choice([5, 16, 40, 100, 128, FEWEST_KEYS // GROUP_PAGES])
             shape = (group, head_dim, page_size, kind, dtype, capacity, softcap, sink_logit)
             return cls(True, *shape, shared=True, num_kv_heads=None)

@@ -154,8 +154,7 @@ def sifted_attention_cuda(
 
 
 def _warps_and_stages(group: int, head_dim: int) -> tuple[int, int]:
-    """Return the warps of a block, which takes a whole multiprocessor, and the stages of a ring: the sums of large heads
-    and groups take twice the registers."""
+    """Return the warps of a block, which takes a whole multiprocessor, and the stages of a warp's ring."""
     return (16, 3) if is_narrow(group, head_dim) else (8, 5)
 
 

@@ -93,7 +93,8 @@ def _most_dynamic(group: int, head_dim: int) -> int:
 
 def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
     """How many of ``_numbers`` find no shared memory."""
-    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= _most_dynamic(group, kv.head_dim)), 3)
+    most = _most_dynamic(group, kv.head_dim)
+    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= most), 3)
 
 
 def _spill_bytes(kv: PagedKV, group: int, capacity: int, members: int) -> int:
