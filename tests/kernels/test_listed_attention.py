@@ -74,6 +74,21 @@ def test_answers_are_as_near_to_float64_as_the_references(
     check(case, shape[3] if paged else 1, softcap=3.0, sink_logit=sinks)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 64, 16), (2, 6, 256, 16), (1, 8, 512, 16)], ids=str)
+def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int, int]) -> None:
+    case = draw_case(LENGTHS, *shape, torch.bfloat16)
+    lists = lists_of(case, 1)
+    keys, values = (pool.to(torch.float8_e4m3fn) for pool in case.kv[:2])
+    found, expected = (
+        attend(
+            listed_attention_cuda, case._replace(kv=case.kv._replace(keys=keys.to(dtype), values=values.to(dtype))),
+            lists, 1,
+        )
+        for dtype in (keys.dtype, torch.bfloat16)
+    )  # fmt: skip
+    assert torch.equal(found[0], expected[0])
+
+
 @pytest.mark.parametrize("batch", [1, 4, 70])
 def test_rows_of_many_blocks_and_of_one(batch: int) -> None:
     lengths = [33000, 4999, 130, 17][:batch] + [300] * max(0, batch - 4)

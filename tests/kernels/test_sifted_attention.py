@@ -121,6 +121,22 @@ def test_a_single_launch_does_what_the_reference_does(
 
 
 @on_gpu
+@pytest.mark.parametrize("shape", [(2, 4, 64, 16), (2, 6, 256, 8), (1, 8, 512, 16), (1, 16, 128, 16)], ids=str)
+def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int, int]) -> None:
+    case = draw_case(LENGTHS, *shape, torch.bfloat16, spans=SPANS)
+    keys, values = (pool.to(torch.float8_e4m3fn) for pool in case.kv[:2])
+    answers = []
+    for dtype in (keys.dtype, torch.bfloat16):
+        own, lists = (
+            case._replace(kv=case.kv._replace(keys=keys.to(dtype), values=values.to(dtype))),
+            case.new_lists(True),
+        )
+        assert runs(own)
+        answers.append((sifted_attention_cuda(*own[:4], *lists, kind=case.kind, scale=case.scale), *lists))
+    assert all(torch.equal(one, other) for one, other in zip(*answers))
+
+
+@on_gpu
 @pytest.mark.parametrize("capacity", [64, KEYS // GROUP_PAGES])
 @pytest.mark.parametrize("candidates", [300, FEWEST_KEYS, FEWEST_KEYS + 1, KEYS + 5, KEYS * GROUP_PAGES - 3])
 @pytest.mark.parametrize("chosen", [1, 30, 10_000])  # the last: as many as the list holds, or all

@@ -1,5 +1,6 @@
 """The single launch of sketches: its tokens are as good as the reference's, its answers those of its tokens."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvsift.types import Part
 
 needs_nvrtc = pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU or newer, and NVRTC")
 pytestmark = [pytest.mark.gpu, needs_nvrtc]
+VALUES = [(1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16), (1, torch.float16)]  # bits, dtype
 BIN = 2.0 ** (1 / 64)  # votes are told apart by bins of 1/128 octave, and weights are rounded
 LEAST = 2.0**-28  # votes below are all alike
 
@@ -83,22 +85,47 @@ SHAPES = [
     (2, 7, 128, 64),
     (1, 3, 128, 16),
     (2, 2, 128, 16),
+]
+WIDE = [
     (4, 6, 256, 16),  # Qwen3.6-27B
     (2, 8, 256, 32),  # Qwen3.6-35B-A3B
     (4, 16, 128, 16),  # Qwen3-235B
     (1, 12, 128, 16),  # GLM-4.7
     (1, 10, 64, 16),
     (1, 16, 256, 16),
+    (2, 8, 512, 16),  # Gemma 4
 ]
 
 
-@pytest.mark.parametrize("bits", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "values"), [*product(SHAPES, VALUES), *((shape, VALUES[i % 4]) for i, shape in enumerate(WIDE))], ids=str
+)
 def test_the_launch_chooses_and_answers_as_the_specification(
-    shape: tuple[int, int, int, int], bits: int, dtype: torch.dtype
+    shape: tuple[int, int, int, int], values: tuple[int, torch.dtype]
 ) -> None:
+    bits, dtype = values
     check(draw(*shape, dtype, bits=bits))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 64, 16), (1, 6, 256, 16), (1, 16, 128, 16)], ids=str)
+def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int, int]) -> None:
+    case = draw(*shape, torch.bfloat16)
+    keys, values = (pool.to(torch.float8_e4m3fn) for pool in case.kv[:2])
+    found, expected = (
+        step(sketch_attention_cuda, case._replace(kv=case.kv._replace(keys=keys.to(dtype), values=values.to(dtype))))
+        for dtype in (keys.dtype, torch.bfloat16)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize(("shape", "longest"), [((1, 6, 256, 16), 50_000), ((1, 16, 128, 16), 40_000)], ids=str)
+def test_wide_members_spill_too(shape: tuple[int, int, int, int], longest: int) -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    case = draw(*shape, torch.bfloat16, lengths=[longest] + [50] * processors, chosen=300)  # a member each
+    space = SketchSpace.make(case.kv, shape[1], case.new_lists()[0].shape[2])
+    assert space.parts.shape[1] == 1
+    assert space.spill.shape[2] > 0
+    check(case)
 
 
 @pytest.mark.parametrize("lengths", [[5000], [4999, 130, 20000], [33000] * 4], ids=str)
@@ -138,7 +165,7 @@ def test_equal_votes_go_to_the_first() -> None:
     torch.testing.assert_close(found.output[0], output, atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize(("longest", "spilled"), [(2000, 0), (20000, 128), (60000, 144), (120000, 164)])
+@pytest.mark.parametrize(("longest", "spilled"), [(2000, 0), (20000, 128), (80000, 144), (120000, 164)])
 def test_numbers_that_do_not_fit_shared_memory(longest: int, spilled: int) -> None:
     case = draw(2, 4, 128, 16, torch.bfloat16, lengths=[longest] + [50] * 69, chosen=300)  # a member each
     space = SketchSpace.make(case.kv, 4, case.new_lists()[0].shape[2])

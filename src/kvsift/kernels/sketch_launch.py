@@ -120,7 +120,6 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
         and queries.dtype in (torch.bfloat16, torch.float16)
         and kv.read_in_launches_of(queries.dtype)
         and launch_takes(group, kv.head_dim)
-        and kv.head_dim <= 512
         and kv.page_size % SUB == 0
     )
     if not shapes or not have_nvrtc():

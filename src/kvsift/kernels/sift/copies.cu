@@ -5,11 +5,10 @@ __device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
                  : "memory");
 }
-__device__ __forceinline__ void copy_packed(u32 to, const void *from, u64 policy) {
-    if (sizeof(Packed) == 16) copy16(to, from, policy);
-    else
-        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "l"(policy)
-                     : "memory");
+// Without a hint: of a second request with one ptxas 13.0 makes illegal instructions.
+__device__ __forceinline__ void copy_packed(u32 to, const void *from) {
+    if (sizeof(Packed) == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait_for_all_but() {

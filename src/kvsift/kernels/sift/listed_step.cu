@@ -71,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
 
     constexpr int STEP = 32 * sizeof(Packed);  // bytes that a warp copies at a time
     char *ring = rings + warp * RING_BYTES;
-    u64 policy = read_once();
     const char *keys = (const char *)a.keys + head * a.key_head, *values = (const char *)a.values + head * a.value_head;
     auto request = [&](int item) {
         u32 to = shared_address(ring + item % STAGES * STAGE_BYTES + lane * sizeof(Packed));
@@ -82,14 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
             int within = own[at] % PAGE;
             const char *from = i < PARTS ? keys + page * a.key_page + within * a.key_token
                                          : values + page * a.value_page + within * a.value_token;
-            copy_packed(to + i * STEP, from + byte_of(i), policy);
+            copy_packed(to + i * STEP, from + byte_of(i));
         }
     };
     // The newest token may not be written yet.
     bool ends = items && begin + held == tokens && (warp + (items - 1) * WARPS + 1) * UNIT >= held;
     int newest = ends ? items - 1 : items;
     int ready = min(STAGES, newest), stages = min(STAGES, items);
-#pragma unroll 1  // of requests outside loops, and in unrolled ones, ptxas 13.0 makes illegal instructions
+#pragma unroll 1
     for (int i = 0; i < ready; ++i) request(i);
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");

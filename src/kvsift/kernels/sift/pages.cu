@@ -6,7 +6,6 @@ struct Attender {
     const Arguments &a;
     const Shared &s;
     char *ring;
-    u64 policy;
     int head, length, warp, step, lane;
 
     __device__ __forceinline__ int position(int item) {
@@ -27,7 +26,7 @@ struct Attender {
             int i = piece * STAGE_PARTS + j;
             bool key = PIECES == 1 ? j < PARTS : piece < PIECES / 2;
             i64 at = (token + token_of(i)) * (key ? a.key_token : a.value_token) + byte_of(i);
-            copy_packed(to + j * STEP, (key ? keys : values) + at, policy);
+            copy_packed(to + j * STEP, (key ? keys : values) + at);
         }
     }
 

@@ -112,9 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
             if (lane < TILE && tile * TILE + lane < span.count) arrays.pages[tile * TILE + lane] = page;
             if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(loaded.scales >> 16);
             Weigher::Loaded next = loaded;
+            bool more = (tile + WARPS) * TILE < span.count;
             page = next_page;
-            if ((tile + WARPS) * TILE < span.count) {
-                weigher.load(next, tile + WARPS, page);
+            if (more) {
+                if (Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
                 next_page = weigher.page_of(tile + 2 * WARPS);
             }
 #pragma unroll
@@ -122,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
                 if (span.inside(tile)) weigher.weigh<true>(loaded, tile, pass, s, top[pass], total[pass]);
                 else weigher.weigh<false>(loaded, tile, pass, s, top[pass], total[pass]);
             }
-            loaded = next;
+            if (Weigher::AHEAD) loaded = next;
+            else if (more) weigher.load(loaded, tile + WARPS, page);
         }
         leave_shares(a, s, (float *)s.sums, top, total);
         wait_for_members(a.flags + row * 4, a.members);

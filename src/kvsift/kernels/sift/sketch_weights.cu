@@ -85,6 +85,7 @@ struct Weigher {
         uint4 mean[D / 64];
         u32 scales;  // of mean key and mean value
     };
+    static constexpr bool AHEAD = sizeof(Loaded) <= 400;  // registers have room for the next tile
 
     // Physical page of sub lane % 8 of a tile.
     __device__ __forceinline__ int page_of(int tile) const {

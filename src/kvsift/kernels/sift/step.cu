@@ -33,10 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     int items = place < blocks ? ((blocks - place + step - 1) / step) * STAGES_PER_BLOCK : 0;
     u64 policy = read_once();
     Scorer scorer{a, ring, policy, row, head, first, count, place, step, lane, batch * a.max_pages, 0};
-    for (int i = 0; i < STAGES; ++i) {
-        if (i < items) scorer.request(i);
-        commit();
-    }
+#pragma unroll 1  // of requests in unrolled loops, and behind a condition, ptxas 13.0 makes illegal instructions
+    for (int i = 0; i < min(STAGES, items); ++i) scorer.request(i), commit();
+    for (int i = items; i < STAGES; ++i) commit();
     for (int i = thread; i < PASSES * STEPS * 32; i += THREADS) s.features[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     // What is above does not depend on the kernel before, what is below may.
@@ -79,12 +78,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     int last = length - (held - 1) * PAGE;  // tokens of the last page
     int units = (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT;
     items = place < units ? (units - place + step - 1) / step : 0;
-    Attender attender{a, s, ring, policy, head, length, place, step, lane};
+    Attender attender{a, s, ring, head, length, place, step, lane};
     Softmax softmax;
     softmax.clear();
     u32 seen = 0;
     int stages = items * Attender::PIECES;
-#pragma unroll 1  // unrolled, ptxas 13.0 makes an illegal instruction of a copy (head_dim 64)
     for (int i = 0; i < STAGES; ++i) {
         if (i < stages) attender.request(i);
         commit();
