@@ -24,7 +24,8 @@ SHAPES = [  # (KV heads, group, head_dim, page_size)
     (2, 2, 16, 16),  # the usual page
 ]
 if DEVICE == "cuda":  # real widths
-    SHAPES = [(1, 1, 64, 8), (2, 3, 80, 16), (1, 4, 96, 32), (4, 8, 128, 16), (2, 2, 256, 16)]
+    SHAPES = [(1, 1, 64, 8), (2, 3, 80, 16), (1, 4, 96, 32), (4, 8, 128, 16), (2, 2, 256, 16), (1, 12, 128, 16)]
+    SHAPES += [(2, 8, 512, 16)]
 LENGTHS = [250, 1, 61, 64]  # two splits; a single token; a partial and a full last page
 
 

@@ -96,7 +96,15 @@ def check(case: Case, rest: bool = True, **how: Any) -> Step:
 @pytest.mark.parametrize(
     ("shape", "values"),
     in_turns(
-        [(2, 1, 64, 16), (2, 2, 80, 4), (1, 4, 128, 32), (1, 8, 64, 16), (1, 3, 24, 8)],
+        [
+            (2, 1, 64, 16),
+            (2, 2, 80, 4),
+            (1, 4, 128, 32),
+            (1, 8, 64, 16),
+            (1, 3, 24, 8),
+            (1, 12, 32, 16),
+            (1, 2, 512, 16),
+        ],
         [(1, torch.float32), (2, torch.float16), (2, torch.float32), (1, torch.float16)],
     ),
     ids=str,
