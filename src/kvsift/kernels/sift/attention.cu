@@ -22,6 +22,25 @@ __device__ __forceinline__ int byte_of(int i) {
     return (i < PARTS ? i * 4 + lane % 4 : (i - PARTS) / 2 * 8 + lane / 4) * (int)sizeof(Packed);
 }
 
+// Which of a lane's parts lies where in a ring, in units of a part.
+__device__ __forceinline__ int slot_of(int i) {
+    int lane = threadIdx.x & 31;
+    return i * 32 + (i < PARTS ? lane : lane % 4 * 8 + (lane / 4 ^ lane % 4 * 2));
+}
+// What a lane copies into a ring, and where: eight lanes copy neighbouring parts of a value to one line of 128 bytes,
+// since only then is a warp's copy one request (docs/log.md). Parts change places within the line, so that they are read
+// without a conflict.
+struct Copied {
+    int token, byte, slot;
+    __device__ __forceinline__ Copied(int i) {
+        int lane = threadIdx.x & 31;
+        bool key = i < PARTS;
+        token = key ? token_of(i) : lane / 8 * 2 + i % 2;
+        byte = key ? byte_of(i) : ((i - PARTS) / 2 * 8 + lane % 8) * (int)sizeof(Packed);
+        slot = i * 32 + (key ? lane : lane / 8 * 8 + (lane % 8 ^ lane / 8 * 2));
+    }
+};
+
 // Lane 4 r + t has logits of head r and of tokens 2t and 2t + 1, but sums of heads 2t and 2t + 1 and of channels 8 r to
 // 8 r + 7 of every 64.
 struct Softmax {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void merge_cluster(const Arguments &a, const Shared &
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
     __shared__ Shared s;
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    int thread = threadIdx.x, warp = thread / 32;
     int row = blockIdx.x / MEMBERS, member = blockIdx.x % MEMBERS;
     int batch = row / a.num_kv_heads, head = row % a.num_kv_heads, length = a.lengths[batch];
     if (a.dense_below && length < a.dense_below[batch]) {  // the kernel behind this one waits for all before
@@ -69,19 +69,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
     int held = max(0, min(a.share, tokens - begin)), items = ((held + UNIT - 1) / UNIT - warp + WARPS - 1) / WARPS;
     __syncthreads();
 
-    constexpr int STEP = 32 * sizeof(Packed);  // bytes that a warp copies at a time
     char *ring = rings + warp * RING_BYTES;
     const char *keys = (const char *)a.keys + head * a.key_head, *values = (const char *)a.values + head * a.value_head;
     auto request = [&](int item) {
-        u32 to = shared_address(ring + item % STAGES * STAGE_BYTES + lane * sizeof(Packed));
+        u32 to = shared_address(ring + item % STAGES * STAGE_BYTES);
 #pragma unroll
         for (int i = 0; i < 2 * PARTS; ++i) {
-            int at = min((warp + item * WARPS) * UNIT + token_of(i), held - 1);
+            Copied part(i);
+            int at = min((warp + item * WARPS) * UNIT + part.token, held - 1);
             i64 page = physical[at];
             int within = own[at] % PAGE;
             const char *from = i < PARTS ? keys + page * a.key_page + within * a.key_token
                                          : values + page * a.value_page + within * a.value_token;
-            copy_packed(to + i * STEP, from + byte_of(i));
+            copy_packed(to + part.slot * (int)sizeof(Packed), from + part.byte);
         }
     };
     // The newest token may not be written yet.
@@ -103,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
     for (int i = 0; i < items; ++i) {
         if (i == 0) wait_for_all_but<0>();
         else wait_for_all_but<STAGES - 1>();
-        const char *from = ring + i % STAGES * STAGE_BYTES + lane * sizeof(Packed);
+        const Packed *from = (const Packed *)(ring + i % STAGES * STAGE_BYTES);
         softmax.add(s.queries, min(UNIT, held - (warp + i * WARPS) * UNIT), a.scale, a.softcap, [=](int j) {
-            return *(const Packed *)(from + j * STEP);
+            return from[slot_of(j)];
         });
         __syncwarp();
         if (i + STAGES < items) request(i + STAGES);

@@ -20,19 +20,20 @@ struct Attender {
         int token = unit % (PAGE / UNIT) * UNIT;
         const char *keys = (const char *)a.keys + head * a.key_head + page * a.key_page;
         const char *values = (const char *)a.values + head * a.value_head + page * a.value_page;
-        u32 to = shared_address(ring + stage % STAGES * STAGE_BYTES + lane * sizeof(Packed));
+        u32 to = shared_address(ring + stage % STAGES * STAGE_BYTES) - piece * STAGE_PARTS * STEP;
 #pragma unroll
         for (int j = 0; j < STAGE_PARTS; ++j) {
             int i = piece * STAGE_PARTS + j;
             bool key = PIECES == 1 ? j < PARTS : piece < PIECES / 2;
-            i64 at = (token + token_of(i)) * (key ? a.key_token : a.value_token) + byte_of(i);
-            copy_packed(to + j * STEP, (key ? keys : values) + at);
+            Copied part(i);
+            i64 at = (token + part.token) * (key ? a.key_token : a.value_token) + part.byte;
+            copy_packed(to + part.slot * (int)sizeof(Packed), (key ? keys : values) + at);
         }
     }
 
     template <int PIECE = 0> __device__ __forceinline__ void consume(int stage, int seen, Softmax &softmax) {
-        const char *from = ring + stage % STAGES * STAGE_BYTES + lane * sizeof(Packed);
-        auto row = [=](int i) { return *(const Packed *)(from + i % STAGE_PARTS * STEP); };
+        const Packed *from = (const Packed *)(ring + stage % STAGES * STAGE_BYTES) - PIECE * STAGE_PARTS * 32;
+        auto row = [=](int i) { return from[slot_of(i)]; };
         if constexpr (PIECES == 1) {
             softmax.add(s.queries, seen, a.scale, a.softcap, row);
         } else if constexpr (PIECE < PIECES) {
