@@ -6,6 +6,7 @@ import pytest
 
 from kvsift.engine.pages import faults_of
 from kvsift.engine.prefix_tree import Node, PrefixTree
+from kvsift.models.hf.state_snapshot import NO_TOKENS
 from kvsift.stores.page_pool import PagePool, Run
 
 GRID, PAGES = 32, 2
@@ -29,6 +30,7 @@ class Prompts:
             before = nodes[-1] if nodes else None
             chunk = ids[start : start + GRID]
             nodes.append(self.tree.seal(root, before, chunk, runs, frozenset({"minmax"}), self.now))
+            self.tree.keep_state(nodes[-1], NO_TOKENS, self.now)
             self.pool.release(runs)
         self.tree.hold(nodes, self.now, self.now)
         return nodes

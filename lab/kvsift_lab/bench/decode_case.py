@@ -26,6 +26,7 @@ from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, writ
 from kvsift.models.captured_step import Step
 from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
+from kvsift.models.hf.state_snapshot import NO_TOKENS
 from kvsift.models.scaled_linear import ScaledLinear
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
@@ -120,7 +121,7 @@ def _like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> Spars
     """An empty cache over the pages of a table, beside another one."""
     made = make_cache(model, plan, probe_every=0, placement=cache.run.placement)
     made.run.kv, made.run.table = table.kv, table
-    made.adopt([each.shape for each in cache.attentions], cache.attentions[0].like, 0, False, 1)
+    made.adopt([each.shape for each in cache.attentions], cache.attentions[0].like, NO_TOKENS, False, 1)
     return made
 
 

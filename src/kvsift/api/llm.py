@@ -22,6 +22,7 @@ from kvsift.api.generation import Generation, TextStream
 from kvsift.api.saved_document import SavedDocument
 from kvsift.api.warm_up import WarmUp, warm_up
 from kvsift.engine.engine import Engine
+from kvsift.engine.loop import STATE_BYTES
 from kvsift.engine.model_runner import require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop, stops_of
 from kvsift.engine.sampling import Sampling
@@ -74,6 +75,9 @@ class LLM(Engine):
             not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
             about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
             share where steps are not captured; captured, they have pages of their own.
+        state_bytes: bytes of host memory for the states of sliding-window and linear layers. Each state belongs to one
+            length: a prompt begins with cached tokens up to a length whose state is kept. 0 keeps none, so that such
+            models share no prefixes. Documents keep theirs in any case.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -100,12 +104,14 @@ class LLM(Engine):
         dense_below: int | str = "auto",
         path: str = "auto",
         keep_tokens: int = 0,
+        state_bytes: int = STATE_BYTES,
         placement: PlacementSpec = "device",
         deterministic: bool = False,
     ) -> None:
         if chunk_size is not None:
             chunk_size = checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
         keep_tokens = checks.whole("keep_tokens", keep_tokens, 0)
+        state_bytes = checks.whole("state_bytes", state_bytes, 0)
         probe_every = checks.whole("probe_every", probe_every, 0)
         if dense_below != "auto":
             dense_below = checks.whole("dense_below", dense_below, 0, also=("auto",))
@@ -129,7 +135,7 @@ class LLM(Engine):
             )
         super().__init__(
             directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic, plans,
-            keep_tokens=keep_tokens,
+            keep_tokens=keep_tokens, state_bytes=state_bytes,
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -240,7 +240,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
             try:
                 fill(
                     cache, self._document["layers"],
-                    lambda index: {name: tensor.result() for name, tensor in checked[index].items()},
+                    lambda index: {name: tensor.result() for name, tensor in checked.get(index, {}).items()},
                     runner.device, runner.dtype, runner.chunk_size,
                 )  # fmt: skip
             except BaseException:

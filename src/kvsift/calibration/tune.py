@@ -153,10 +153,10 @@ def fill_repeatedly(cache: SparseCache, source: SparseCache, num_tokens: int, ru
             each["cumulative_length"] = num_tokens
 
     def read(index: int) -> dict[str, Tensor]:
-        named = {name: tensors[f"layers.{index}.{name}"]() for name in ("keys", "values")}
-        if "cumulative_length" in numbers[index]:
-            return named  # a window, which is full
-        repeats = -(-num_tokens // own)
+        layer, repeats = f"layers.{index}.", -(-num_tokens // own)
+        if "num_kv_heads" not in numbers[index]:  # a window, which is full, or a state
+            return {name.removeprefix(layer): each() for name, each in tensors.items() if name.startswith(layer)}
+        named = {name: tensors[layer + name]() for name in ("keys", "values")}
         return {name: each.repeat(1, repeats, 1)[:, :num_tokens] for name, each in named.items()}
 
     fill(cache, numbers, read, runner.device, runner.dtype, runner.chunk_size)

@@ -53,6 +53,10 @@ def serve(
     keep_tokens: Annotated[
         int, typer.Option("--keep-tokens", min=0, help="Tokens of answered prompts that stay cached.")
     ] = 32_768,
+    state_bytes: Annotated[
+        int | None,
+        typer.Option("--state-bytes", min=0, help="Host memory for states of sliding-window and linear layers; 1 GiB."),
+    ] = None,
     reserve_tokens: Annotated[
         int | None,
         typer.Option(
@@ -116,7 +120,7 @@ def serve(
     if model is None:
         print(f"kvsift: {o.EMBEDDED_NOTE.replace('--model ', 'kvsift serve ')}", file=sys.stderr)
     settings = ServerSettings(
-        model={"model": model, **options.keywords()},
+        model={"model": model, **options.keywords(), **({} if state_bytes is None else {"state_bytes": state_bytes})},
         plan=files.read_plan(plan),
         plans=[files.read_plan(each) for each in allow or ()],
         threads=threads,

@@ -10,7 +10,7 @@ import torch
 
 from kvsift.engine.executor import Executor
 from kvsift.engine.graphs.crossover import HostCrossover
-from kvsift.engine.loop import Loop
+from kvsift.engine.loop import STATE_BYTES, Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.hf.model_directory import ModelDirectory
@@ -32,6 +32,7 @@ class Engine(ModelRunner):
         directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans: see
             ``ModelRunner``.
         keep_tokens: number of tokens of prompts that are kept for later ones.
+        state_bytes: see ``LLM``.
 
     Attributes:
         loop: serves requests, in a thread of its own from the first one on. Chunks of prompts have ``chunk_size``
@@ -41,7 +42,7 @@ class Engine(ModelRunner):
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
         probe_every: int, dense_below: int | str, path: str, deterministic: bool, plans: ModelPlans,
-        keep_tokens: int = 0,
+        keep_tokens: int = 0, state_bytes: int = STATE_BYTES,
     ) -> None:  # fmt: skip
         super().__init__(
             directory, device, dtype, place, chunk_size, probe_every, dense_below, path, deterministic, plans
@@ -51,7 +52,7 @@ class Engine(ModelRunner):
         executor = Executor(self, most)
         size = min(self.chunk_size, GPU_GRID) if on_gpu else self.chunk_size
         grid = max(size // executor.page_size, 1) * executor.page_size
-        self.loop = Loop(executor, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        self.loop = Loop(executor, grid, most, keep_tokens, state_bytes, self.fast_path.turn)
         self._crossover = HostCrossover(self._begun_cache)
 
     def __enter__(self) -> Self:

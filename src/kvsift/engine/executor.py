@@ -30,6 +30,7 @@ from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.slot_states import empty_states
+from kvsift.models.hf.state_snapshot import NO_TOKENS, StateSnapshot
 from kvsift.native.shapes import NOT_FINITE
 from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
@@ -60,7 +61,7 @@ class Executor:
     def __init__(self, runner: ModelRunner, max_seqs: int = 8) -> None:
         self._max_seqs = max_seqs
         self._runner, self.steady = runner, runner.deterministic
-        self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
+        self._shapes: list[LayerShape] = []  # of kvsift's layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._states: dict[int, Any] = {}  # layers without pages, of no sequence
         self._groups: list[Group[Any]] = []  # of sequences that take captured steps
@@ -109,14 +110,13 @@ class Executor:
 
     def forks(self, cache: SparseCache) -> bool:
         """Whether ``fork`` can copy a cache."""
-        return self._runner.reason_apart(cache.run.plan) is None and cache.can_undo
+        return self._runner.reason_apart(cache.run.plan) is None
 
-    def fork(self, cache: SparseCache, length: int, seq: EngineSequence) -> SparseCache:
-        """A cache for a sequence that begins with the first ``length`` tokens of another one, whose full pages it
-        shares."""
+    def fork(self, cache: SparseCache, seq: EngineSequence) -> SparseCache:
+        """A cache for a sequence that begins with the tokens of a pinned prefix, whose full pages it shares."""
         forked = self._runner.new_cache(cache.run.plan, seq.request.length + 1, length=seq.request.length)
         forked.run.kv, forked.run.table = cache.table.kv, PageTable(1, cache.table.kv)
-        forked.begin_as(cache, length)
+        forked.begin_at_mark(cache)
         return forked
 
     def rewind(self, cache: SparseCache) -> bool:
@@ -145,10 +145,12 @@ class Executor:
             return [self._runner.feed(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
         return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
 
-    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
-        """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
+    def adopt(
+        self, cache: SparseCache, state: StateSnapshot, stale: bool, grid: int, sealed: Sequence[Any]
+    ) -> None:  # fmt: skip
+        """Begin with the tokens of a snapshot, whose pages the cache's table has adopted; ``stale``: some of them lack
         summaries; ``sealed``: by the cache that has read them."""
-        cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
+        cache.adopt(self._shapes, self._like, state, stale, grid, sealed)
 
     @torch.inference_mode()
     def fill_from_source(self, seq: EngineSequence) -> None:
@@ -337,7 +339,7 @@ class Executor:
         cache = self._runner.new_cache(Plan(None, rule), 0)
         cache.run.kv, cache.run.table = table.kv, table
         cache.rotation = rotation
-        cache.adopt(self._shapes, self._like, 0, False, self._runner.chunk_size)
+        cache.adopt(self._shapes, self._like, NO_TOKENS, False, self._runner.chunk_size)
         cache.take_states(self._states)
         cache.reserve_rows([0])  # and the scratch page
         return cache

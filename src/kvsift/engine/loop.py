@@ -33,6 +33,7 @@ from kvsift.plan.plan import Plan
 from kvsift.stores.page_table import PageTable
 
 MOST_OPEN = 4096  # requests that wait or run
+STATE_BYTES = 1 << 30  # 14 states of a hybrid of 27B
 WARM_SEQUENCES = 8  # for which memory is allocated and steps are captured ahead
 
 
@@ -44,18 +45,20 @@ class Loop(EngineThread):
         grid: prompt tokens of a chunk, of which a lone prompt takes several at once; a multiple of the page size.
         max_seqs: sequences that decode in one step.
         keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
+        state_bytes: see ``LLM``.
         turn: held during a step.
         clock: seconds.
     """
 
     def __init__(
         self, executor: Executor, grid: int, max_seqs: int = 8, keep_tokens: int = 0,
-        turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
+        state_bytes: int = STATE_BYTES, turn: AbstractContextManager[object] | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         super().__init__(turn)
         assert grid % executor.page_size == 0, f"a grid of {grid} tokens splits pages of {executor.page_size}"
         self._executor, self.grid, self.max_seqs, self.clock = executor, grid, max_seqs, clock
-        self.pages = Pages(executor, grid, keep_tokens)
+        self.pages = Pages(executor, grid, keep_tokens, state_bytes)
         self._entering: deque[EngineSequence] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
@@ -72,10 +75,14 @@ class Loop(EngineThread):
         return list(self._seqs.values())
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Count sequences by state, and pages by owner, without waiting for a step: the numbers may be a moment
-        apart."""
+        """Count sequences by state, and pages and bytes of states by owner, without waiting for a step: the numbers may
+        be a moment apart."""
         states = Counter(seq.state for seq in self.seqs)
-        return {"sequences": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
+        return {
+            "sequences": {state: states[state] for state in OPEN_STATES},
+            "pages": self.pages.counts(),
+            "state_bytes": self.pages.num_state_bytes(),
+        }
 
     def submit(self, seq: EngineSequence) -> None:
         """Queue a sequence for admission.
@@ -318,7 +325,7 @@ class Loop(EngineThread):
                 raise PrefixSpoiled
             cache = prefix.cache
             if prefix.user is not seq:
-                cache = self._executor.fork(cache, prefix.length, seq)
+                cache = self._executor.fork(cache, seq)
             elif prefix.is_lent:
                 self._executor.rewind(cache)
                 prefix.is_lent = False
@@ -397,7 +404,9 @@ class Loop(EngineThread):
             # Prompts of one call save the pass of a single token, which costs a small model as much as that of a chunk.
             is_saved = seq.call is not None and seq.observer is None and not self._executor.splits_freely
             last_apart = seq.pins is None and not is_saved
-            return min(before - before % self.grid + chunks * self.grid, end - last_apart)
+            stop = min(before - before % self.grid + chunks * self.grid, end - last_apart)
+            whole = stop - stop % self.grid  # states of layers are shared as they are between two passes
+            return whole if whole > before and seq.cache is not None and seq.cache.has_states else stop
         stop = min(before - (before - seq.prefix.length) % self.grid + chunks * self.grid, end)
         return stop - (stop == end - 1)  # the last token is not left over
 

@@ -34,6 +34,7 @@ class Pages:
         executor: says what a sequence needs, and what memory there is.
         grid: tokens of a chunk, which are shared as one.
         keep_tokens: number of tokens of prompts that no sequence needs any more, kept for later prompts.
+        state_bytes: see ``LLM``.
 
     Attributes:
         kv: the pool.
@@ -41,15 +42,16 @@ class Pages:
         pinned: prefixes whose owners keep them.
     """
 
-    def __init__(self, executor: Executor, grid: int, keep_tokens: int) -> None:
+    def __init__(self, executor: Executor, grid: int, keep_tokens: int, state_bytes: int) -> None:
         self._executor, self._grid, self._keep_pages = executor, grid, keep_tokens // executor.page_size
+        self._state_bytes, self._num_pinned_bytes = state_bytes, 0
         self.pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
         self.renew()
 
     def renew(self) -> None:
         """Begin with an empty pool."""
         self.kv = KVPool(steady=self._executor.steady)
-        self.tree = PrefixTree(self.kv.pages, self._grid)
+        self.tree = PrefixTree(self.kv.pages, self._grid, self._state_bytes)
 
     def counts(self) -> dict[str, int]:
         """Pages by owner: "free", "kept" (complete chunks of prompts, for those that share a prefix) or "unshared"
@@ -57,6 +59,11 @@ class Pages:
         pages, kept = self.kv.pages, self.tree.num_pages
         free, loose = pages.num_free, sum(run.num_pages for run in self._executor.runs(self.kv))
         return {"free": free, "kept": kept, "unshared": max(pages.num_pages - free - kept - loose, 0)}
+
+    def num_state_bytes(self) -> dict[str, int]:
+        """Bytes of the states of layers without pages by owner: "kept" (for those that share a prefix) or "pinned" (of
+        documents)."""
+        return {"kept": self.tree.num_state_bytes, "pinned": self._num_pinned_bytes}
 
     def cost_of(self, seq: EngineSequence) -> tuple[int, int]:
         """Tokens of a prompt that are to be prefilled, and pages to be reserved, beside the chunks that the sequence
@@ -93,9 +100,6 @@ class Pages:
         """Share the chunks that a sequence has completed."""
         cache, pages = seq.cache, self._grid // self._executor.page_size
         assert cache is not None
-        if not cache.can_undo:
-            seq.no_reuse = "the model has layers that drop tokens"
-            return
         kinds, ids = frozenset(seq.request.plan.summaries), seq.request.ids
         for stop in range(self._grid * (len(seq.nodes) + 1), seq.num_cached + 1, self._grid):
             first, chunk = stop // self._executor.page_size - pages, ids[stop - self._grid : stop]
@@ -103,13 +107,23 @@ class Pages:
             runs, sealed, now = cache.table.runs_between(0, first, first + pages), cache.sealed(stop), perf_counter()
             seq.nodes.append(self.tree.seal(seq.root, before, chunk, runs, kinds, now, sealed))
             self.tree.hold(seq.nodes[-1:], seq, now)  # what it holds is always among its nodes
+            if seq.nodes[-1].state is None and (state := cache.snapshot(stop)) is not None:
+                self.tree.keep_state(seq.nodes[-1], state, now)
+                if seq.nodes[-1].state is None:
+                    seq.no_reuse = (
+                        f"a state of its layers without pages takes {state.num_bytes:,} bytes, and state_bytes="
+                        f"{self._state_bytes:,}"
+                    )
+        self.tree.thin(seq.nodes)
         self._maintain(cache)
 
     def adopt(self, seq: EngineSequence, cache: SparseCache) -> None:
         """Let the cache of a sequence begin with the chunks that it holds."""
         kinds = frozenset(seq.request.plan.summaries)
         is_stale = any(kinds - node.kinds for node in seq.nodes)
-        self._executor.adopt(cache, self._grid * len(seq.nodes), is_stale, self._grid, seq.nodes[-1].sealed)
+        last = seq.nodes[-1]
+        assert last.state is not None, "chunks are found up to one with a state"
+        self._executor.adopt(cache, last.state, is_stale, self._grid, last.sealed)
         for node in seq.nodes:
             node.kinds |= kinds
         self.tree.kinds |= kinds
@@ -182,7 +196,14 @@ class Pages:
         cache.mark()
         prefix.cache, prefix.forks = cache, self._executor.forks(cache)
         self.pinned.add(prefix)
-        weakref.finalize(prefix, on_end, partial(_clear, cache)).atexit = False
+        self._num_pinned_bytes += cache.num_marked_bytes
+        weakref.finalize(prefix, on_end, partial(self._unpin, cache)).atexit = False
+
+    def _unpin(self, cache: SparseCache) -> None:
+        """Return the pages of a cache, whose table may have been replaced since it was pinned."""
+        self._num_pinned_bytes -= cache.num_marked_bytes
+        if cache.run.table is not None:
+            cache.run.table.clear()
 
     def trim(self, is_idle: bool) -> None:
         """Drop prompts beyond those that are kept; without a sequence and without any, the memory is given back."""
@@ -228,9 +249,3 @@ def _fit(pools: Sequence[LayerPool], spare: int) -> None:
 
 def _pages_of(runs: Iterable[Run]) -> Counter[int]:
     return Counter(page for run in runs for page in range(*run))
-
-
-def _clear(cache: SparseCache) -> None:
-    """Return the pages of a cache, whose table may have been replaced since it was pinned."""
-    if cache.run.table is not None:
-        cache.run.table.clear()

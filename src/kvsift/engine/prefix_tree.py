@@ -3,6 +3,11 @@
 A chunk is ``grid`` tokens, of which the keys depend on the tokens before them alone, so sequences that share a prefix
 share its pages. Its name is a hash of its tokens and of the name of the chunk before it; the tokens are compared,
 too.
+
+Layers without pages (``StateSnapshot``) have one state for each length, so a prompt begins with chunks up to one whose
+state is kept. Of a prompt of n chunks, the state d chunks before the end stays if its number is a multiple of the
+largest power of two up to d, or if prompts part behind it. So a prompt that leaves this one d chunks before the end
+reads fewer than 2 d chunks again, the states of a prompt are some log2(n), and one that is not needed now will not be.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from kvsift.models.hf.state_snapshot import StateSnapshot
 from kvsift.stores.page_pool import PagePool, Run
 
 
@@ -29,6 +35,7 @@ class Node:
         kinds: kinds of page summary that its pages have.
         sealed: what methods remember of the tokens up to its end (``SparseCache.sealed``).
         used: time of its last use.
+        state: state of the layers without pages at its end; None: it is not kept.
         users: those that hold it, each once: it may be held, or let go, again after an interrupt.
         children: chunks behind it.
     """
@@ -41,6 +48,7 @@ class Node:
     kinds: frozenset[str]
     sealed: Sequence[Any]
     used: float
+    state: StateSnapshot | None = None
     users: set[object] = field(default_factory=set)
     children: set[bytes] = field(default_factory=set)
 
@@ -55,10 +63,15 @@ class PrefixTree:
     Args:
         pages: the pool.
         grid: tokens of a chunk.
+        most_state_bytes: bytes of host memory for states.
+
+    Attributes:
+        num_state_bytes: bytes of the states that are kept.
     """
 
-    def __init__(self, pages: PagePool, grid: int) -> None:
-        self._pages, self.grid = pages, grid
+    def __init__(self, pages: PagePool, grid: int, most_state_bytes: int = 0) -> None:
+        self._pages, self.grid, self.most_state_bytes = pages, grid, most_state_bytes
+        self.num_state_bytes = 0
         self._nodes: dict[bytes, Node] = {}
         self.kinds: frozenset[str] = frozenset()  # that any chunk has
 
@@ -75,15 +88,17 @@ class PrefixTree:
         return [run for node in self._nodes.values() for run in node.runs]
 
     def find(self, root: bytes, ids: Sequence[int]) -> list[Node]:
-        """The chunks that a prompt begins with, as far as they were prefilled; ``root`` names what else keys depend
-        on."""
-        found: list[Node] = []
+        """The chunks that a prompt begins with, as far as they were prefilled and end with a state; ``root`` names what
+        else keys depend on."""
+        found, num_usable = list[Node](), 0
         for name, chunk in chain(root, ids, self.grid):
             node = self._nodes.get(name)
             if node is None or node.ids != chunk:
                 break
             found.append(node)
-        return found
+            if node.state is not None:
+                num_usable = len(found)
+        return found[:num_usable]
 
     def hold(self, nodes: Iterable[Node], user: object, now: float) -> None:
         """Keep these chunks for a user until ``let_go``."""
@@ -93,8 +108,10 @@ class PrefixTree:
 
     def let_go(self, nodes: Iterable[Node], user: object) -> None:
         """Keep these chunks no longer for a user, if it holds them."""
-        for node in nodes:
+        for node in (nodes := list(nodes)):
             node.users.discard(user)
+        for node in reversed(nodes):
+            self._prune(node)
 
     def seal(self, root: bytes, before: Node | None, ids: Sequence[int], runs: Sequence[Run], kinds: frozenset[str],
              now: float, sealed: Sequence[Any] = ()) -> Node:  # fmt: skip
@@ -109,6 +126,38 @@ class PrefixTree:
             if before is not None:
                 before.children.add(name)
         return node
+
+    def keep_state(self, node: Node, state: StateSnapshot | None, now: float) -> None:
+        """Keep the state at the end of a chunk that has none. If all take too many bytes, others go: first those that
+        no sequence holds, which have waited longest and save the fewest chunks."""
+        if state is None or node.state is not None or state.num_bytes > self.most_state_bytes:
+            return
+        node.state = state
+        self.num_state_bytes += state.num_bytes
+        while self.num_state_bytes > self.most_state_bytes:
+            others = ((each, _saved_by(each)) for each in self._nodes.values() if each is not node and _num_bytes(each))
+            worst, _ = max(others, key=lambda other: (not other[0].users, (now - other[0].used) / other[1], -other[1]))
+            self._drop_state(worst)
+
+    def thin(self, nodes: Sequence[Node]) -> None:
+        """Drop the states that the first chunks of a prompt need not keep."""
+        for number, node in enumerate(nodes[:-1], 1):
+            step = 1 << (len(nodes) - number).bit_length() - 1
+            if number % step and len(node.children) < 2 and _num_bytes(node):
+                self._drop_state(node)
+
+    def _drop_state(self, node: Node) -> None:
+        self.num_state_bytes -= _num_bytes(node)
+        node.state = None
+        self._prune(node)
+
+    def _prune(self, node: Node | None) -> None:
+        """Remove chunks at the end of a chain that no sequence holds, and none can begin with."""
+        while node is not None and node.state is None and not node.users and not node.children:
+            if self._nodes.get(node.name) is not node:
+                return
+            self._remove(node)
+            node = node.parent
 
     def droppable(self) -> int:
         """Pages that ``drop`` could free: of chunks that neither a sequence nor a chunk behind them needs."""
@@ -136,9 +185,22 @@ class PrefixTree:
 
     def _remove(self, node: Node) -> None:
         del self._nodes[node.name]
+        self.num_state_bytes -= _num_bytes(node)
         if node.parent is not None:
             node.parent.children.discard(node.name)
         self._pages.release(node.runs)
+
+
+def _num_bytes(node: Node) -> int:
+    return 0 if node.state is None else node.state.num_bytes
+
+
+def _saved_by(node: Node) -> int:
+    """Chunks that need not be read again where the state of this one is kept."""
+    count, before = 1, node.parent
+    while before is not None and before.state is None:
+        count, before = count + 1, before.parent
+    return count
 
 
 def chain(root: bytes, ids: Sequence[int], grid: int) -> Iterable[tuple[bytes, bytes]]:

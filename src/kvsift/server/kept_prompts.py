@@ -38,7 +38,7 @@ def source_of(path: Path, llm: LLM, seq: EngineSequence) -> Callable[[SparseCach
 def keep(path: Path, llm: LLM, seq: EngineSequence, text: str) -> None:
     """Save the prompt of a sequence whose prefill has just ended; a failure is logged."""
     assert seq.cache is not None
-    if seq.no_reuse or learns_from_prompt(seq.request.plan):
+    if seq.no_reuse or learns_from_prompt(seq.request.plan) or seq.cache.has_states:  # which are not those of a chunk
         return
     try:
         check_saving(llm, seq.request.plan, len(seq.request.ids), path)

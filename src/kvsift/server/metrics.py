@@ -14,6 +14,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 GAUGES = {
     "sequences": ("state", ("waiting", "prefilling", "decoding")),
     "pages": ("owner", ("free", "kept", "unshared")),
+    "state_bytes": ("owner", ("kept", "pinned")),
 }
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
@@ -43,7 +44,8 @@ class Metrics:
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
         for kind, (label, values) in GAUGES.items():
-            gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
+            title = kind.replace("_", " ").capitalize()
+            gauge = Gauge(f"kvsift_{kind}", f"{title} of the engine.", [label], registry=self._registry)
             for value in values:
                 gauge.labels(value).set_function(partial(_gauge, supervisor, kind, value))
 

@@ -54,7 +54,7 @@ class Supervisor:
         plans: plans that requests may name.
         restarts: number of restarts of the engine.
         pid: process id of the engine process.
-        gauges: sequences by state and pages by owner in the engine, as of its last heartbeat.
+        gauges: sequences by state, pages and bytes of states by owner in the engine, as of its last heartbeat.
         documents: documents that clients have uploaded.
         dialect: what answers of the model have besides text.
     """
@@ -270,7 +270,7 @@ class Supervisor:
                 if message["op"] == "heartbeat":
                     if message["step_s"] > STEP_S:
                         break
-                    self.gauges = {"sequences": message["sequences"], "pages": message["pages"]}
+                    self.gauges = {kind: message[kind] for kind in ("sequences", "pages", "state_bytes")}
                 self._receive(message)
                 became_ready = became_ready or self._is_ready
         except TimeoutError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
 from kvsift.models.hf.layer import HybridLayer, SparseLayer
 from kvsift.models.hf.run import SparseRun
+from kvsift.models.hf.state_snapshot import NO_TOKENS, StateSnapshot, state_names
 from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, UNKNOWN_ROPE, PlanCase, check
 from kvsift.plan.plan import PHASES
 from kvsift.plan.syntax import PlanSpec, parse_plan
@@ -82,7 +82,7 @@ class SparseCache(DynamicCache):
 
     def __init__(self, config: Any, run: SparseRun) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
-        self._mark: tuple[int, dict[int, Any]] = (0, {})
+        self._mark = NO_TOKENS
         take_layers(self, run, config)
 
     @property
@@ -116,7 +116,7 @@ class SparseCache(DynamicCache):
 
     @property
     def attentions(self) -> list[SparseAttention]:
-        """The attention of every layer that is kvsift's. Layers without a token have none."""
+        """The attention of kvsift's layers, in their order; those without a token have none."""
         return [layer.attention for layer in self._own_layers if layer.attention is not None]
 
     @property
@@ -169,36 +169,40 @@ class SparseCache(DynamicCache):
         return layers if any(layers) else []
 
     def adopt(
-        self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int,
+        self, shapes: Sequence[LayerShape], like: Tensor, state: StateSnapshot, stale: bool, chunk_size: int,
         sealed: Sequence[Mapping[Phase, Any]] = (),
     ) -> None:  # fmt: skip
-        """Begin an empty cache of one sequence with ``length`` tokens that others have prefilled; its table has their
-        pages.
+        """Begin an empty cache of one sequence with tokens that others have prefilled; its table has their pages.
 
         Args:
-            shapes: shapes of the layers.
+            shapes: shapes of kvsift's layers.
             like: a tensor with the device and dtype of the keys.
-            length: full pages.
+            state: a snapshot of a cache with these tokens, as many as full pages have.
             stale: some of the pages lack summaries that the plan needs.
             chunk_size: tokens that were read in one pass.
             sealed: what methods keep of a cache that has prefilled the tokens under the same plan.
         """
-        for layer, shape, own in zip(self._own_layers, shapes, sealed or [{}] * len(shapes), strict=True):
-            layer.adopt(shape, like, length, stale, chunk_size, own)
+        assert not state.length or {*state.layers} == {i for i, layer in enumerate(self.layers) if state_names(layer)}
+        for shape, own in zip(shapes, sealed or [{}] * len(shapes), strict=True):
+            self.layers[shape.layer].adopt(shape, like, state.length, stale, chunk_size, own)
+        state.restore(self.layers)
 
     def take_states(self, states: Mapping[int, Any]) -> None:
         """Have these layers, which are not kvsift's, by index."""
         for index, layer in states.items():
             self.layers[index] = layer
 
-    def begin_as(self, other: SparseCache, length: int) -> None:
-        """Begin an empty cache of one sequence as a copy of the first ``length`` tokens of another one, under the same
-        plan. Its table shares their full pages; a page that is not full is copied."""
+    def begin_at_mark(self, other: SparseCache) -> None:
+        """Begin an empty cache of one sequence as a copy of another one at its checkpoint, under the same plan. Its
+        table shares the full pages; a page that is not full is copied."""
+        length = other._mark.length
         self.table.adopt(0, other.table.runs_between(0, 0, -(-length // other.page_size)))
-        for layer, source in zip(self.layers, other.layers, strict=True):
+        own = list(zip(self._own_layers, other._own_layers, strict=True))
+        for layer, source in own:
             layer.open_like(source)
-        for layer, source in zip(self.layers, other.layers, strict=True):
+        for layer, source in own:
             layer.begin_as(source, length)
+        other._mark.restore(self.layers)
 
     def restart_stats(self) -> None:
         """Count from zero; whoever has the counters so far keeps them as they are."""
@@ -207,9 +211,20 @@ class SparseCache(DynamicCache):
             attention.stats = self.run.stats
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps what belongs to one length of the sequence, such as a window (``StateSnapshot``)."""
+        return any(map(state_names, self.layers))
+
+    def snapshot(self, length: int) -> StateSnapshot | None:
+        """A snapshot of the first ``length`` tokens of the only sequence; None where that has passed."""
+        if length != self.get_seq_length() and self.has_states:
+            return None
+        return StateSnapshot.of(self.layers, length, self.attentions[0].like.device)
+
+    @property
     def can_undo(self) -> bool:
-        """Whether ``undo`` can be called: sliding and linear layers drop tokens."""
-        return all(type(layer) is SparseLayer for layer in self.layers)
+        """Whether ``undo`` can be called: all layers are kvsift's, and have their tokens in pages."""
+        return all(isinstance(layer, SparseLayer) for layer in self.layers) and not self.has_states
 
     def undo(self, length: int) -> None:
         """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
@@ -217,20 +232,22 @@ class SparseCache(DynamicCache):
             layer.undo(length)
 
     def mark(self) -> None:
-        """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""
-        others = {
-            index: layer.state() if isinstance(layer, HybridLayer) else deepcopy(layer)
-            for index, layer in enumerate(self.layers)
-            if type(layer) is not SparseLayer
-        }
-        self._mark = self.get_seq_length(), others
+        """Set a checkpoint for ``rewind``."""
+        state = self.snapshot(self.get_seq_length())
+        assert state is not None
+        self._mark = state
         for attention in self.attentions:
             attention.checkpoint()
 
     @property
+    def num_marked_bytes(self) -> int:
+        """Bytes of host memory that the checkpoint takes."""
+        return self._mark.num_bytes
+
+    @property
     def can_rewind(self) -> bool:
         """Whether the checkpoint can be restored: no token before it was evicted."""
-        return all(attention.store.can_crop(0, self._mark[0]) for attention in self.attentions)
+        return all(attention.store.can_crop(0, self._mark.length) for attention in self.attentions)
 
     def rewind(self) -> None:
         """Restore the checkpoint; tokens after it are removed.
@@ -238,16 +255,11 @@ class SparseCache(DynamicCache):
         Raises:
             InputError: if tokens before it were evicted.
         """
-        columns, others = self._mark
         for attention in self.attentions:
-            attention.store.check_crop(0, columns)
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, HybridLayer):
-                layer.rewind(columns, others[index])
-            elif isinstance(layer, SparseLayer):
-                layer.crop(columns - layer.columns)
-            else:
-                self.layers[index] = deepcopy(others[index])
+            attention.store.check_crop(0, self._mark.length)
+        for layer in self._own_layers:
+            SparseLayer.crop(layer, self._mark.length - layer.columns)
+        self._mark.restore(self.layers)
 
     def replan(self, plan: PlanSpec) -> None:
         """Continue with another plan over the cached tokens; counters are reset."""

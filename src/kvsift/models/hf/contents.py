@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvsift.errors import UnsupportedModel
 from kvsift.models.hf.cache import SparseCache
@@ -17,6 +17,7 @@ from kvsift.models.hf.layer import SparseLayer
 from kvsift.types import LayerShape
 
 NUMBERS = ("num_query_heads", "num_kv_heads", "head_dim", "scale", "softcap")  # of a layer's shape
+STATES = "conv_states", "recurrent_states"  # of a linear layer, each several by their index
 SUMMARY = "summary."  # then the kind and the page size: names of page summaries
 
 
@@ -34,9 +35,13 @@ def _numbers(index: int, layer: Any) -> dict[str, Any]:
         return {name: getattr(layer.attention.shape, name) for name in NUMBERS}
     if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
         return {"cumulative_length": layer.cumulative_length}
+    if type(layer) is LinearAttentionLayer:
+        return {"conv_kernel_size": list(layer.conv_kernel_size.values())}
+    if type(layer) is DummyLayer:
+        return {}
     raise UnsupportedModel(
         f"layer {index} of this model is a {type(layer).__name__}, whose state cannot be saved. Documents of models "
-        "whose layers have full or sliding-window attention can be."
+        "whose layers have full, sliding-window or linear attention can be."
     )
 
 
@@ -54,6 +59,11 @@ def tensors_of(cache: SparseCache) -> dict[str, Callable[[], Tensor]]:
 
 
 def _tensors_of_layer(layer: Any) -> dict[str, Callable[[], Tensor]]:
+    if isinstance(layer, LinearAttentionLayer):
+        states = ((name, index, state) for name in STATES for index, state in getattr(layer, name).items())
+        return {f"{name}.{index}": state.detach for name, index, state in states if state is not None}
+    if isinstance(layer, DummyLayer):
+        return {}
     if not isinstance(layer, SparseLayer):
         return {"keys": lambda: layer.keys, "values": lambda: layer.values}
     attention = layer.attention
@@ -83,14 +93,32 @@ def fill(
     """
     for index, layer in enumerate(cache.layers):
         tensors = read(index)
-        keys, values = tensors["keys"], tensors["values"]
         if isinstance(layer, SparseLayer):
             shape = LayerShape(index, **numbers[index])
+            keys, values = tensors["keys"], tensors["values"]
             layer.restore(shape, keys, values, _summaries(tensors), device, dtype, chunk_size)
-        else:
-            layer.lazy_initialization(keys.to(device), values.to(device))
-            layer.keys, layer.values = keys.to(device, copy=True), values.to(device, copy=True)
+        elif isinstance(layer, LinearAttentionLayer):
+            _fill_linear(layer, numbers[index]["conv_kernel_size"], tensors, device)
+        elif not isinstance(layer, DummyLayer):
+            keys, values = (tensors[name].to(device, copy=True) for name in ("keys", "values"))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
             layer.cumulative_length = numbers[index]["cumulative_length"]
+
+
+def _fill_linear(
+    layer: LinearAttentionLayer, kernel_sizes: Sequence[int | None], tensors: Mapping[str, Tensor],
+    device: torch.device,
+) -> None:  # fmt: skip
+    for index, size in enumerate(kernel_sizes):
+        conv, recurrent = (tensors.get(f"{name}.{index}") for name in STATES)
+        if conv is not None:
+            layer.lazy_initialization(conv_states=conv.to(device), state_idx=index, conv_kernel_size=size)
+            layer.conv_states[index].copy_(conv)
+        if recurrent is not None:
+            layer.lazy_initialization(recurrent_states=recurrent.to(device), state_idx=index)
+            layer.recurrent_states[index].copy_(recurrent)
+        layer.has_previous_state[index] = conv is not None
 
 
 def _summaries(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
