@@ -250,19 +250,6 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
     assert llm.generate(text_of(100), plan=f"sketch:{SMALL}", max_new_tokens=2).no_reuse == ""
 
 
-def test_layers_that_drop_tokens_share_nothing(gemma: Path) -> None:
-    llm, plan = new_llm(gemma, keep_tokens=10_000), f"sketch:{SMALL}"
-    first, again, other = (
-        run(llm, new_sequence(llm, text, plan)) for text in (text_of(300), text_of(300), text_of(280))
-    )
-    assert_equal(again, first)
-    assert (again.num_reused, again.no_reuse) == (0, "the model has layers that drop tokens")
-    side_by_side = [new_sequence(llm, text, plan) for text in (text_of(300), text_of(280))]
-    run(llm, *side_by_side)
-    for seq, alone in zip(side_by_side, (first, other)):
-        assert_equal(seq, alone)
-
-
 @pytest.mark.parametrize("placement", ["split", "offload", "host", "host:kv_dtype=int8"])
 def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
     llm, plan = new_llm(llama, placement=placement, keep_tokens=10_000), f"sketch:{SMALL}"

@@ -7,7 +7,7 @@ FD is a connected socket. The process ends when the other side closes it. Messag
     in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
           {op: tokenize | detokenize, id, ...}, {op: prefill | forget, document, ...}
     out   {op: ready | fatal}, {op: accepted | refused | converted, id}, {op: step, news: [...]},
-          {op: heartbeat, step_s, sequences, pages}, {op: document, document, ...}
+          {op: heartbeat, step_s, sequences, pages, state_bytes}, {op: document, document, ...}
 """
 
 from __future__ import annotations
