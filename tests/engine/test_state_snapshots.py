@@ -11,9 +11,11 @@ import pytest
 import torch
 from engine.hybrids import HYBRIDS, write_hybrid
 from engine.tiny_directory import text_of
+from refusals import refused
 from torch import Tensor
 
-from kvsift import LLM
+from kvsift import LLM, Sampling
+from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.request import Request
@@ -135,6 +137,32 @@ def test_turns_of_a_chat_begin_with_what_was_read(directory: Path) -> None:
         assert other.ask(question, max_new_tokens=6).token_ids == answer.token_ids
     assert answer.new_prompt_tokens < 2 * GRID + 80
     assert answer.no_reuse == ""
+
+
+@pytest.mark.usefixtures("eager_pace")
+def test_exact_answers_are_those_of_dense_decoding(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, drafts, rng = new_llm(directory), Executor._drafts, random.Random(1)
+
+    def spoiled(*arguments: Any) -> list[int]:
+        return [max(token - (rng.random() < 0.3), 0) for token in drafts(*arguments)]
+
+    monkeypatch.setattr(Executor, "_drafts", spoiled)
+    document, options = llm.read(text_of(150)), {"max_new_tokens": 24, "logprobs": 4}
+    for plan, sampling in [(PLANS[0], None), (PLANS[2], Sampling(0.9, seed=3))]:
+        dense, exact = (
+            document.ask(QUESTIONS[0], plan=each, sampling=sampling, exact=each is plan, **options)
+            for each in ("dense", plan)
+        )
+        assert exact.token_ids == dense.token_ids
+        found, expected = ([each.logprob for each in answer.logprobs] for answer in (exact, dense))
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert exact.exact["drafted"] > 8
+        assert 0 < exact.exact["drafts_accepted"] < exact.exact["drafted"], "some are taken back"
+
+
+def test_exact_answers_by_modules_are_refused_in_16_bits(delta: Path) -> None:
+    with refused("unsupported_plan: Give dtype=float32"):
+        new_llm(delta, dtype="bfloat16").generate("a", plan=PLANS[0], exact=True)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "Gemma3"])

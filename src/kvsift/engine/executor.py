@@ -141,8 +141,8 @@ class Executor:
             group: Group[Any] = seqs[0].group
             return group.step(seqs)
         fused, caches = self._fused, [seq.cache for seq in seqs if seq.cache is not None]
-        if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
-            return [self._runner.feed(cache, [seq.token], phase="decode")[0, -1] for seq, cache in zip(seqs, caches)]
+        if fused is None or caches[0].run.plan.wants_hidden:
+            return [self._decode(cache, seq.token) for seq, cache in zip(seqs, caches)]
         return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
 
     def adopt(
@@ -214,13 +214,13 @@ class Executor:
         return Checked(proposed, following, drafted - started, perf_counter() - drafted)
 
     def _drafts(self, seq: EngineSequence, count: int) -> list[int]:
-        fused, cache, token, drafts = self._fused, seq.cache, seq.token, list[int]()
-        assert fused is not None, "models without a fused pass decode no sequence exactly"
+        cache, token, drafts = seq.cache, seq.token, list[int]()
         assert cache is not None
-        cache.run.exact = ""
+        cache.run.exact, state = "", cache.snapshot(seq.num_cached)
+        assert state is not None
         try:
             for ahead in range(count):
-                logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
+                logits = self._decode(cache, token)
                 drafts.append(token := seq.output.foresee(logits, ahead))
                 if token in seq.request.ending_tokens:
                     break
@@ -229,22 +229,40 @@ class Executor:
                 raise  # else the verification finds what is wrong with the token, and says which one it is
         finally:
             cache.run.exact = "dense"
-            cache.undo(seq.num_cached)
+            cache.return_to(state)
         return drafts
 
     def _verify(self, seq: EngineSequence, tokens: Sequence[int]) -> Sequence[Tensor]:
-        fused = self._fused
-        assert fused is not None, "models without a fused pass decode no sequence exactly"
         assert seq.cache is not None
         assert seq.decoder is not None
         seq.cache.run.exact = "dense" if seq.decoder.is_paused else "learning"
         if tokens and tokens[-1] in seq.request.ending_tokens:
             tokens = tokens[:-1]  # what would follow it is of no use
-        return list(fused.verify(torch.tensor([seq.token, *tokens]), seq.cache))
+        seq.fed = [seq.token, *tokens]
+        if self._fused is not None:
+            return list(self._fused.verify(torch.tensor(seq.fed), seq.cache))
+        seq.before = seq.cache.snapshot(seq.num_cached) if tokens and seq.cache.has_states else None
+        logits = list[Tensor]()
+        self._runner.feed(seq.cache, seq.fed, phase="decode", score=logits.extend)
+        return logits
 
     def undo(self, seq: EngineSequence) -> None:
-        if seq.group is None and seq.cache is not None:
+        if seq.group is not None or seq.cache is None:
+            return
+        if not seq.cache.has_states:
             seq.cache.undo(seq.num_cached)
+        elif seq.before is not None and (kept := seq.num_cached - seq.before.length) < len(seq.fed):
+            seq.cache.return_to(seq.before)  # and on, by those that were accepted
+            seq.cache.run.exact = "dense"
+            self._runner.feed(seq.cache, seq.fed[:kept], phase="decode")
+        seq.before = None
+
+    def _decode(self, cache: SparseCache, token: int) -> Tensor:
+        """Feed a generated token of one sequence; logits [vocabulary]."""
+        if self._fused is None or cache.run.plan.wants_hidden:  # by transformers' modules
+            logits: Tensor = self._runner.feed(cache, [token], phase="decode")[0, -1]
+            return logits
+        return self._fused.decode(torch.tensor([token], device=self._runner.device), [cache])[0, 0]
 
     def groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
         """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -14,6 +14,7 @@ from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.layer.accounting import Observer, RunStats
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.state_snapshot import StateSnapshot
 from kvsift.plan.plan import Plan
 
 State = Literal["waiting", "prefilling", "decoding", "ended"]
@@ -84,6 +85,8 @@ class EngineSequence:
         group: sequences that take captured steps with it; None: its steps are not captured.
         path: "captured" (or "eager"), "native", or "composed: " and the reasons; empty before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
+        fed: tokens of its last verification; ``before`` is the state of the layers before these, if some keep what
+            belongs to one length.
         build_s: seconds in which the cache of its prefix built what decode needs under its plan.
     """
 
@@ -117,6 +120,8 @@ class EngineSequence:
     setup_s: float = 0.0
     build_s: float = 0.0
     dense_below: int = 0
+    fed: Sequence[int] = ()
+    before: StateSnapshot | None = None
 
     @property
     def counters(self) -> RunStats:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
@@ -28,10 +30,13 @@ EXACT_PLACES: Objections = (
     (lambda case: case.runner.fast_path.is_composed,
      "path='composed' has no pass that verifies drafts. Leave path out."),
     (lambda case: not case.runner.fast_path.enabled
-     and not ((fused := case.runner.fast_path.fused(case.runner.model)) and fused.joins),
-     "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, Mistral, "
-     "Qwen2 or Qwen3 in bfloat16 or float32. This is {it.runner.model.__class__.__name__} in {it.runner.dtype}. Leave "
-     "exact out, with plan='dense'."),
+     and (fused := case.runner.fast_path.fused(case.runner.model)) and not fused.joins,
+     "verification needs the compiled core (see kvsift doctor), and {it.runner.model.__class__.__name__} in bfloat16 "
+     "or float32, not {it.runner.dtype}. Leave exact out, with plan='dense'."),
+    (lambda case: not case.runner.fast_path.enabled and case.runner.dtype != torch.float32
+     and case.runner.fast_path.fused(case.runner.model) is None,
+     "the modules of {it.runner.model.__class__.__name__} round a pass of several tokens otherwise than single ones, "
+     "which only float32 makes small enough. Give dtype=float32, or leave exact out, with plan='dense'."),
 )  # fmt: skip
 EXACT_STEPS: Objections = (  # captured
     (lambda case: not case.runner.deterministic,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -210,7 +211,7 @@ class SparseCache(DynamicCache):
         for attention in self.attentions:
             attention.stats = self.run.stats
 
-    @property
+    @cached_property
     def has_states(self) -> bool:
         """Whether some layer keeps what belongs to one length of the sequence, such as a window (``StateSnapshot``)."""
         return any(map(state_names, self.layers))
@@ -219,7 +220,7 @@ class SparseCache(DynamicCache):
         """A snapshot of the first ``length`` tokens of the only sequence; None where that has passed."""
         if length != self.get_seq_length() and self.has_states:
             return None
-        return StateSnapshot.of(self.layers, length, self.attentions[0].like.device)
+        return StateSnapshot.of(self.layers if self.has_states else (), length, self.attentions[0].like.device)
 
     @property
     def can_undo(self) -> bool:
@@ -230,6 +231,12 @@ class SparseCache(DynamicCache):
         """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
         for layer in self.layers:
             layer.undo(length)
+
+    def return_to(self, state: StateSnapshot) -> None:
+        """As ``undo``, to a snapshot of the sequence; layers may keep what belongs to one length."""
+        for layer in self._own_layers:
+            layer.undo(state.length)
+        state.restore(self.layers)
 
     def mark(self) -> None:
         """Set a checkpoint for ``rewind``."""
@@ -257,9 +264,7 @@ class SparseCache(DynamicCache):
         """
         for attention in self.attentions:
             attention.store.check_crop(0, self._mark.length)
-        for layer in self._own_layers:
-            SparseLayer.crop(layer, self._mark.length - layer.columns)
-        self._mark.restore(self.layers)
+        self.return_to(self._mark)
 
     def replan(self, plan: PlanSpec) -> None:
         """Continue with another plan over the cached tokens; counters are reset."""

@@ -17,6 +17,7 @@ from kvsift.models.hf.layer import SparseLayer
 from kvsift.types import LayerShape
 
 NUMBERS = ("num_query_heads", "num_kv_heads", "head_dim", "scale", "softcap")  # of a layer's shape
+LINEAR = "conv_kernel_size"  # number of a layer with states, one for each of them
 STATES = "conv_states", "recurrent_states"  # of a linear layer, each several by their index
 SUMMARY = "summary."  # then the kind and the page size: names of page summaries
 
@@ -31,18 +32,23 @@ def numbers_of(cache: SparseCache) -> list[dict[str, Any]]:
 
 
 def _numbers(index: int, layer: Any) -> dict[str, Any]:
-    if type(layer) is SparseLayer and layer.attention is not None:
-        return {name: getattr(layer.attention.shape, name) for name in NUMBERS}
+    if isinstance(layer, SparseLayer) and layer.attention is not None:
+        return {name: getattr(layer.attention.shape, name) for name in NUMBERS} | _kernel_sizes(layer)
     if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
         return {"cumulative_length": layer.cumulative_length}
     if type(layer) is LinearAttentionLayer:
-        return {"conv_kernel_size": list(layer.conv_kernel_size.values())}
+        return _kernel_sizes(layer)
     if type(layer) is DummyLayer:
         return {}
     raise UnsupportedModel(
         f"layer {index} of this model is a {type(layer).__name__}, whose state cannot be saved. Documents of models "
         "whose layers have full, sliding-window or linear attention can be."
     )
+
+
+def _kernel_sizes(layer: Any) -> dict[str, Any]:
+    """Return what ``LINEAR`` calls so of a layer with recurrent states."""
+    return {LINEAR: list(layer.conv_kernel_size.values())} if isinstance(layer, LinearAttentionLayer) else {}
 
 
 def tensors_of(cache: SparseCache) -> dict[str, Callable[[], Tensor]]:
@@ -59,19 +65,17 @@ def tensors_of(cache: SparseCache) -> dict[str, Callable[[], Tensor]]:
 
 
 def _tensors_of_layer(layer: Any) -> dict[str, Callable[[], Tensor]]:
+    tensors: dict[str, Callable[[], Tensor]] = {}
     if isinstance(layer, LinearAttentionLayer):
         states = ((name, index, state) for name in STATES for index, state in getattr(layer, name).items())
-        return {f"{name}.{index}": state.detach for name, index, state in states if state is not None}
-    if isinstance(layer, DummyLayer):
-        return {}
+        tensors |= {f"{name}.{index}": state.detach for name, index, state in states if state is not None}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        tensors |= {"keys": lambda: layer.keys, "values": lambda: layer.values}
     if not isinstance(layer, SparseLayer):
-        return {"keys": lambda: layer.keys, "values": lambda: layer.values}
+        return tensors
     attention = layer.attention
     assert attention is not None
-    tensors: dict[str, Callable[[], Tensor]] = {
-        "keys": lambda: attention.rows(0)[0],
-        "values": lambda: attention.rows(0)[1],
-    }
+    tensors |= {"keys": lambda: attention.rows(0)[0], "values": lambda: attention.rows(0)[1]}
     for kind in attention.store.kinds:
         name = f"{SUMMARY}{kind}.{attention.store.page_size}"
         tensors[name] = partial(lambda kind: attention.summaries(0)[kind], kind)
@@ -93,13 +97,13 @@ def fill(
     """
     for index, layer in enumerate(cache.layers):
         tensors = read(index)
+        if isinstance(layer, LinearAttentionLayer):
+            _fill_linear(layer, numbers[index][LINEAR], tensors, device)
         if isinstance(layer, SparseLayer):
-            shape = LayerShape(index, **numbers[index])
+            shape = LayerShape(index, **{name: numbers[index][name] for name in NUMBERS})
             keys, values = tensors["keys"], tensors["values"]
             layer.restore(shape, keys, values, _summaries(tensors), device, dtype, chunk_size)
-        elif isinstance(layer, LinearAttentionLayer):
-            _fill_linear(layer, numbers[index]["conv_kernel_size"], tensors, device)
-        elif not isinstance(layer, DummyLayer):
+        if isinstance(layer, DynamicSlidingWindowLayer):
             keys, values = (tensors[name].to(device, copy=True) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values

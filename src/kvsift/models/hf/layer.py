@@ -158,9 +158,9 @@ class SparseLayer(AttendingLayer):
         self.columns = length
 
     def undo(self, length: int) -> None:
-        """As ``SparseCache.undo``."""
+        """As ``SparseCache.undo``; of a layer that has a state beside its tokens, those alone."""
         rotation, self._pending, self.foreseen = self.rotation, None, None
-        self.crop(length - self.columns)
+        SparseLayer.crop(self, length - self.columns)
         self.rotation = rotation
 
     def restore(
