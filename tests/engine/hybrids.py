@@ -11,6 +11,8 @@ HYBRIDS = {
                   "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "Bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8,
               "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16},
+    "FalconH1": {"num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64,
+                 "mamba_n_groups": 1, "mamba_chunk_size": 16},
     "NemotronH": {"num_hidden_layers": 4, "hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 8,
                   "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},

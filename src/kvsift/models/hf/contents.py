@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvsift.errors import UnsupportedModel
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.hf.state_snapshot import DummyLayer
 from kvsift.types import LayerShape
 
 NUMBERS = ("num_query_heads", "num_kv_heads", "head_dim", "scale", "softcap")  # of a layer's shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -291,15 +290,6 @@ class HybridLayer(SparseLayer, LinearAttentionLayer):
         raise UnsupportedCall(
             f"layer {self.layer} has a recurrent state, from which no token can be removed. Start with an empty cache."
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return a copy of the recurrent state."""
-        return deepcopy({name: vars(self)[name] for name in vars(LinearAttentionLayer())})
-
-    def rewind(self, columns: int, state: Mapping[str, Any]) -> None:
-        """Keep the first ``columns`` tokens, after which the state was this one."""
-        SparseLayer.crop(self, columns - self.columns)
-        self.__dict__.update(deepcopy(dict(state)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         SparseLayer.batch_select_indices(self, indices)

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvsift.layer.paged_decode import DecodeBatch
 from kvsift.layer.window_ring import RingPlaces, WindowRing
 from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.hf.state_snapshot import DummyLayer
 from kvsift.types import LayerShape
 
 KEPT_STEPS = 3  # that may be forgotten: those that are launched ahead, and the last one read, which may be taken again

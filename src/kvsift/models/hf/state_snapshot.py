@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import LinearAttentionLayer
 
 from kvsift.models.hf.layer import SparseLayer
 
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", type(None))  # keeps nothing; older versions have none
 HOST = torch.device("cpu")
 LINEAR = {*vars(LinearAttentionLayer())} - {"device", "dtype", "record_past"}  # attributes that are its state
 
@@ -63,7 +65,7 @@ def state_names(layer: Any) -> set[str]:
     """Return the attributes of a layer of a cache that belong to one length of the sequence; none of a layer that keeps
     nothing, or everything in pages."""
     if isinstance(layer, SparseLayer):
-        return LINEAR if isinstance(layer, LinearAttentionCacheLayerMixin) else set()
+        return LINEAR if isinstance(layer, LinearAttentionLayer) else set()
     return set() if type(layer) is DummyLayer else {*vars(layer)}
 
 
