@@ -25,7 +25,7 @@ from kvsift.plan.syntax import parse_plan
 
 GRID = 32
 PLANS = ["quest:budget=64:window=16:dense_layers=none", "dense", "sketch:budget=64:window=16:dense_layers=none"]
-HISTORIES = int(12 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
+HISTORIES = int(8 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 QUESTIONS = ["How many sacks of corn?", "Which of the mills by the river grinds the least corn?"]
 
 
@@ -137,6 +137,24 @@ def test_turns_of_a_chat_begin_with_what_was_read(directory: Path) -> None:
         assert other.ask(question, max_new_tokens=6).token_ids == answer.token_ids
     assert answer.new_prompt_tokens < 2 * GRID + 80
     assert answer.no_reuse == ""
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Gemma3"])
+def test_captured_steps_begin_with_states(family: str, tmp_path: Path) -> None:
+    directory = write_hybrid(tmp_path, family)
+    one, llm = (new_llm(directory, path=path, keep_tokens=10_000) for path in ("composed", "eager"))
+    options: dict[str, Any] = {"plan": PLANS[0], "max_new_tokens": 9}
+    for text in (text_of(150), text_of(100) + "x" * 50, text_of(150)):
+        answer = llm.generate(text, **options)
+        assert answer.token_ids == one.generate(text, **options).token_ids
+        assert answer.path == "eager"
+    assert answer.new_prompt_tokens < GRID
+    document, other = llm.read(text_of(200)), one.read(text_of(200))
+    expected = [other.ask(question, **options).token_ids for question in QUESTIONS]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda question: document.ask(question, **options).token_ids, QUESTIONS * 3))
+    assert found == expected * 3
+    llm.loop.check()
 
 
 @pytest.mark.usefixtures("eager_pace")
