@@ -237,6 +237,23 @@ def _check_bytes(llm: LLM, most: int) -> None:
     assert tree.num_state_bytes == sum(state.num_bytes for state in states) <= most
 
 
+def test_a_chunk_without_memory_is_read_again(delta: Path) -> None:
+    ids = list(text_of(5 * GRID).encode())
+    alone, llm = run(new_llm(delta), new_sequence(ids)), new_llm(delta, keep_tokens=10_000)
+    run(llm, new_sequence(list(b"z" * 200)))
+    feed, failures = llm.feed, [torch.OutOfMemoryError("no memory")]
+
+    def short_of_memory(cache: Any, *args: Any, **options: Any) -> Any:
+        logits = feed(cache, *args, **options)
+        if failures and cache.get_seq_length() == 3 * GRID:
+            raise failures.pop()
+        return logits
+
+    llm.feed = short_of_memory  # type: ignore[method-assign]
+    assert_equal(run(llm, new_sequence(ids)), alone)
+    assert failures == []
+
+
 def test_attention_cannot_begin_without_the_states(delta: Path) -> None:
     llm = new_llm(delta, keep_tokens=10_000)
     run(llm, seq := new_sequence(list(text_of(100).encode())))

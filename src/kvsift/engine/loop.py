@@ -533,10 +533,16 @@ class Loop(EngineThread):
         if counters is None:
             self._executor.recall(seq)
             return True
-        if seq.cache is None or not seq.request.plan.can_undo or not seq.cache.can_undo:
+        if seq.cache is None or not seq.request.plan.can_undo:
+            return False
+        state = seq.nodes[-1].state if seq.nodes and seq.cache.has_states else None
+        if state is not None and state.length == seq.num_cached:
+            seq.cache.return_to(state)
+        elif seq.cache.can_undo:
+            seq.cache.undo(seq.num_cached)
+        else:
             return False
         seq.cache.stats.set_back(counters)
-        seq.cache.undo(seq.num_cached)
         return True
 
     def _end(self, seq: EngineSequence, reason: FinishReason, error: BaseException | None = None) -> None:
