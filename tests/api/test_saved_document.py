@@ -197,6 +197,21 @@ def test_keys_and_values_in_8_bits_are_saved_as_they_are_stored(
         LLM(llama, plan, dtype=dtype, device="cpu").open(path)
 
 
+@pytest.mark.parametrize("plan", [QUEST, f"sketch:{BUDGET}"])
+@pytest.mark.parametrize("later", ["host:kv_dtype=int8", "device:kv_dtype=int8"])
+def test_keys_and_values_in_8_bits_move_between_devices(plan: str, later: str, llama: Path, path: Path) -> None:
+    """Pages that GPUs read, and rows that the compiled core does, have the same bytes."""
+    first = ({"host:kv_dtype=int8", "device:kv_dtype=int8"} - {later}).pop()
+    document = LLM(llama, plan, device="cpu", placement=first).read(TEXT)
+    document.save(path)
+    llm, again = LLM(llama, plan, device="cpu", placement=later), path.with_suffix(".again")
+    llm.open(path, progress=unread).save(again)
+    opened = llm.open(again, progress=unread)
+    with safe_open(path, "pt") as one, safe_open(again, "pt") as other:
+        assert all(torch.equal(one.get_tensor(name), other.get_tensor(name)) for name in one.keys())  # noqa: SIM118
+    assert opened.ask(QUESTION, max_new_tokens=1).token_ids == document.ask(QUESTION, max_new_tokens=1).token_ids
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_keys_keep_the_rotation_of_the_saved_document(kind: str, tmp_path: Path, path: Path) -> None:
     llm = LLM(write_model(tmp_path / "m", **rope(kind)), "dense")

@@ -32,7 +32,7 @@ def test_the_same_answer_comes_from_anywhere(run: Run, model: Path, text: Path) 
         (("--placement", "device:host_values=int8"), "is an option of placement=split and placement=offload"),
         (("--placement", "host", "--device", "cuda"), "not on cuda"),
         (("--kv-dtype", "int4"), "unknown kv_dtype 'int4'; did you mean 'int8'?"),
-        (("--kv-dtype", "int8", "--placement", "split"), "Give device=cpu without a placement, or leave kv_dtype out."),
+        (("--kv-dtype", "int8", "--placement", "split"), "in host memory. Leave the placement out, or kv_dtype."),
         (("--kv-dtype", "int8", "--plan", "h2o:budget=256:evict=true"), "keys and values are kept in 8 bits"),
         (("--placement", "offload", "--plan", "prefill=quoka:budget=256"), "with placement=offload prefill is dense"),
     ],

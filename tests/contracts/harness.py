@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.kernels.coded_pages import codes_of, scales_of
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
@@ -228,6 +229,11 @@ def poison(*stores: Any) -> None:
                 for index, page in enumerate(pages):
                     written[page, : max(length - index * pool.page_size, 0)] = True
         for tensor in (pool.keys, pool.values):
+            if pool.by_page:
+                codes = codes_of(tensor)
+                codes.masked_fill_(~written[..., None], 127)
+                scales_of(codes).masked_fill_(~written, torch.nan)
+                continue
             # all bits of a coded row's scale: NaN
             tensor.masked_fill_(~written[..., None], -1 if tensor.dtype == torch.int8 else torch.nan)
         for summary in pool.summaries.values():

@@ -48,7 +48,10 @@ ALSO: dict[str, list[dict[str, Any]]] = {
 
 # Methods of page summaries, and that observe keys, which meet the contracts over keys and values in 8 bits too, but for
 # those that compare with what was appended, or see each weight that is not 0.
-CODED, INT8 = ("quest", "sketch", "streaming_llm", "quoka", "retrieval_attention"), "host:kv_dtype=int8"
+CODED = {
+    "host:kv_dtype=int8": ("quest", "sketch", "streaming_llm", "quoka", "retrieval_attention"),
+    "device:kv_dtype=int8": ("quest", "sketch", "quoka"),
+}
 OF_WHAT_WAS_APPENDED = (
     placements_do_not_change_the_answer, choosing_nothing_changes_nothing,
     visible_tokens_are_counted_from_what_was_attended,
@@ -89,11 +92,11 @@ def _subjects() -> list[Subject]:
             for order, phase in enumerate(phases):
                 turn = (number + order) % 5 if knobs and not EXTENSIVE else None
                 found.append(Subject(small(name, **knobs), phase, share, f"{spelt}-{phase}", turn))
-    coded = [subject for subject in found if subject.name.rpartition("-")[0] in CODED]
-    return found + [
-        each._replace(share=VARIANT_SHARE, name=f"{each.name}-int8", turn=None if EXTENSIVE else number % 5, place=INT8)
-        for number, each in enumerate(coded)
-    ]
+    coded = [
+        subject._replace(share=VARIANT_SHARE, name=f"{subject.name}-{place}", place=place)
+        for place, names in CODED.items() for subject in found if subject.name.rpartition("-")[0] in names
+    ]  # fmt: skip
+    return found + [each._replace(turn=None if EXTENSIVE else number % 5) for number, each in enumerate(coded)]
 
 
 def _literals(hint: Any) -> list[str]:

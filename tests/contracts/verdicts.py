@@ -264,7 +264,7 @@ def placed(name: str, on_gpu: bool, plan: Plan) -> Iterator[str]:
 
 def of_plans(known: dict[str, Plan]) -> Iterator[tuple[str, Callable[[Plan], Any]]]:
     """Questions that a plan answers alone."""
-    for name in ("device", "split", "offload", "host", "host:kv_dtype=int8"):
+    for name in ("device", "split", "offload", "host", "host:kv_dtype=int8", "device:kv_dtype=int8"):
         yield f"placement {name}", partial(placed, name, False)
         yield f"placement {name} on a GPU", partial(placed, name, True)
     yield "drafts", lambda plan: check(plan, ONLY_DRAFTS)
@@ -305,7 +305,7 @@ def of_engine(built: dict[str, Any]) -> Iterator[tuple[str, Callable[[Plan], Any
         yield f"blocks: {where}, deterministic", lambda plan, blocks=blocks: blocks(plan, False, llama)
         yield f"exact blocks: {where}, deterministic", lambda plan, blocks=blocks: blocks(plan, True, llama)
     yield "not exact", lambda plan: exactness.check_exact(runner(llama), plan, False)
-    packed = ("offload:host_values=int8", "split:host_values=int8", "host:kv_dtype=int8")
+    packed = ("offload:host_values=int8", "split:host_values=int8", "host:kv_dtype=int8", "device:kv_dtype=int8")
     for place in ("device", "split", "offload", "host", *packed):
         made = runner(llama, place=place)
         yield f"pool: {place}", made.reason_apart

@@ -162,6 +162,23 @@ def test_sequences_of_a_ragged_batch_are_those_of_the_composed_path(plan: str, d
             assert answer.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("plan", [*PLANS, f"prefill=quoka:budget=256,decode={QUEST}"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_and_values_in_int8_are_attended_as_on_the_composed_path(
+    plan: str, dtype: str, head_dim: int, tmp_path: Path
+) -> None:
+    """In bfloat16 by the single launches."""
+    directory = write_model(tmp_path, **{**SIZES, "head_dim": head_dim})
+    fast, slow = (answers(llm(directory, path, dtype, kv_dtype="int8"), plan=plan) for path in ("captured", "composed"))
+    assert {answer.path for answer in fast} == {"captured"}
+    for one, other in zip(fast, slow):
+        assert one.token_ids[:1] == other.token_ids[:1]
+        assert one.decode("visible_tokens") == other.decode("visible_tokens")
+        recovery = other.decode("recovery")
+        assert one.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05))
+
+
 @pytest.mark.parametrize("sampling", [SAMPLED, [Sampling(), SAMPLED, Sampling(1.5), Sampling(0.5, 0.7, 2), SAMPLED]])
 def test_samples_repeat_and_equal_those_of_the_composed_path(sampling: Any, directory: Path) -> None:
     model = llm(directory)

@@ -119,6 +119,23 @@ def test_sequences_of_a_ragged_batch_answer_as_they_do_alone(plan: str, eager: L
         assert (fast.plan, fast.prompt_tokens) == (slow.plan, slow.prompt_tokens)
 
 
+@pytest.mark.parametrize("plan", [QUEST, "dense", PLANS[-2]])
+def test_steps_over_keys_and_values_in_int8_are_those_of_the_composed_path(plan: str, llama: Path) -> None:
+    place = "device:kv_dtype=int8"
+    eager, composed = (LLM(llama, QUEST, path=path, dtype="float32", placement=place) for path in ("eager", "auto"))
+    test_sequences_of_a_ragged_batch_answer_as_they_do_alone(plan, eager, composed)
+    for text in TEXTS[:1]:
+        test_bytes_are_counted_as_on_the_composed_path(plan, text, eager, composed)
+
+
+def test_exact_answers_over_keys_and_values_in_int8_are_the_dense_ones(llama: Path) -> None:
+    plan, place = "sketch:budget=64:window=16:dense_layers=none", "device:kv_dtype=int8"
+    llm = LLM(llama, plan, path="eager", placement=place, deterministic=True)
+    exact, dense = (answers(llm, **options) for options in ({"exact": True}, {"plan": "dense"}))
+    assert tokens(exact) == tokens(dense)
+    assert all(answer.exact and answer.exact["drafted"] for answer in exact)
+
+
 @pytest.mark.parametrize("plan", [*PLANS[:3], *PLANS[-2:]])
 @pytest.mark.parametrize("text", [TEXTS[0], text_of(120)], ids=["long", "around the budget"])
 def test_bytes_are_counted_as_on_the_composed_path(plan: str, text: str, eager: LLM, composed: LLM) -> None:

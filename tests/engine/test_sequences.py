@@ -250,7 +250,7 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
     assert llm.generate(text_of(100), plan=f"sketch:{SMALL}", max_new_tokens=2).no_reuse == ""
 
 
-@pytest.mark.parametrize("placement", ["split", "offload", "host", "host:kv_dtype=int8"])
+@pytest.mark.parametrize("placement", ["split", "offload", "host", "host:kv_dtype=int8", "device:kv_dtype=int8"])
 def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
     llm, plan = new_llm(llama, placement=placement, keep_tokens=10_000), f"sketch:{SMALL}"
     alone = [
@@ -260,7 +260,7 @@ def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
     run(llm, *seqs)
     for seq, expected in zip([*seqs, run(llm, new_sequence(llm, text_of(300), plan))], [*alone, alone[0]]):
         assert_equal(seq, expected)
-        assert ("host memory" in seq.no_reuse) == (not placement.startswith("host"))
+        assert ("host memory" in seq.no_reuse) == (placement in ("split", "offload"))
 
 
 def _failing(victim: EngineSequence, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from kvsift.kernels.block_attention import block_attention_triton
 from kvsift.kernels.block_pages import BlockPages, place_pages_triton
 from kvsift.kernels.merge import merge_triton
+from kvsift.kernels.page_attention import page_attention_triton
 from kvsift.kernels.page_summary import SUMMARIES, row_format
 from kvsift.kernels.score_pages import score_pages_triton
 from kvsift.kernels.sketch import SketchLayout
@@ -41,6 +42,9 @@ SKETCHES = [  # (group, head_dim, page_size, bits, dtype)
     (16, 256, 16, 1, torch.bfloat16),
 ]
 WIDE = [(8, 512, 16, "minmax", torch.bfloat16)], [(8, 512, 16, 1, torch.bfloat16)]
+
+
+IN_8_BITS = [(1, 64, 8), (3, 80, 16), (4, 128, 16), (8, 256, 32)]  # (group, head_dim, page_size)
 
 
 def launch_all(cases: list[Any], sketches: list[Any]) -> None:
@@ -96,8 +100,23 @@ def print_shared_bytes(launch_all: Callable[[], None]) -> None:
     launch_all()
 
 
+def launch_in_8_bits() -> None:
+    for group, head_dim, page_size in IN_8_BITS:
+        sizes = 2, group, head_dim, page_size, torch.bfloat16
+        case = draw_case([300] * 8, *sizes, device="cpu", in_8_bits=True)
+        for unit_size in (page_size, 1):
+            page_attention_triton(case.queries, case.kv, *case.new_lists(True), scale=1.0, unit_size=unit_size)
+        block_attention_triton(case.queries, case.kv, 8, scale=1.0)
+        write_newest_triton(case.kv, 1, torch.zeros(2, case.kv.keys.shape[1], 1024, dtype=torch.uint8))
+        summarise_slots_triton(
+            "minmax", torch.zeros(4, dtype=torch.int64), case.kv.keys, case.kv.values, case.summary,
+            BlockPages(page_size, page_size, 1),
+        )  # fmt: skip
+
+
 def launch_usual() -> None:
     launch_all(CASES, SKETCHES)
+    launch_in_8_bits()
     launch_over_blocks()
 
 

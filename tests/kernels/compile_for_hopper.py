@@ -7,6 +7,7 @@ that. Run in a process of its own, in which Triton does not interpret.
 from typing import Any
 
 import torch
+from kernels.paged_cases import coded
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -62,6 +63,8 @@ def launch_all(pdl: bool) -> None:
     qkv_rotary_append_triton(
         qkv, angles, angles, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
     )
+    kv8 = coded(kv)
+    qkv_rotary_append_triton(qkv, angles, angles, kv8, summaries, num_query_heads=4, pdl=pdl)
     rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
     fp8 = torch.zeros(1000, 512, dtype=FP8)
     by_output, by_block = ScaledWeight(fp8, torch.ones(1000, 1), 1, 512), ScaledWeight(fp8, torch.ones(8, 4), 128, 128)
@@ -78,6 +81,7 @@ def launch_all(pdl: bool) -> None:
         round_rows_triton(zeros(3, 14336))
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), {})
+        append_triton(kv8, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from kernels.conftest import DEVICE
+from kernels.paged_cases import coded, plain
 from torch import Tensor
 
 from kvsift.kernels.page_summary import SUMMARIES, summarise
@@ -42,12 +43,13 @@ class DecodeCase(NamedTuple):
 def draw_case(
     lengths: Sequence[int], num_kv_heads: int, group: int, head_dim: int, page_size: int, dtype: torch.dtype, *,
     kind: str = "minmax", spans: Sequence[tuple[int, int, int]] | None = None, foreign: bool = False,
-    table_pages: int | None = None, seed: int = 0, device: str = DEVICE,
+    table_pages: int | None = None, seed: int = 0, device: str = DEVICE, in_8_bits: bool = False,
 ) -> DecodeCase:  # fmt: skip
     """A step over rows of these lengths.
 
     spans: pages of sinks, pages of window and pages to choose of each row, cut to what the row holds.
     foreign: blocks [num_blocks, page_size, num_kv_heads, head_dim] of someone else's, keys and values in one tensor.
+    in_8_bits: with scales (``kernels.coded_pages``), and summaries of what they are then.
     """
     generator = torch.Generator(device).manual_seed(seed)
     held = torch.tensor([-(-length // page_size) for length in lengths])
@@ -66,14 +68,15 @@ def draw_case(
     if foreign:
         blocks = torch.stack([keys, values]).permute(2, 0, 3, 1, 4).contiguous()  # [num_pages, 2, page_size, ..]
         keys, values = (blocks[:, half].permute(2, 0, 1, 3) for half in (0, 1))
-    summary = summarise(kind, keys, written)
+    kv = PagedKV(keys, values, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+    kv = coded(kv) if in_8_bits else kv
+    summary = summarise(kind, plain(kv, dtype).keys, written)
     nowhere = (~written[:, 0]).nonzero().flatten()
     if summary.element_size() == 1:
         summary.view(torch.uint8)[:, nowhere] = 0x7F  # NaN
     else:
         summary[:, nowhere] = torch.nan
     queries = torch.randn(len(lengths), num_kv_heads * group, head_dim, generator=generator, device=device).to(dtype)
-    kv = PagedKV(keys, values, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
     wanted = spans or [(1, 2, 3)] * len(lengths)
     return DecodeCase(queries, kv, summary, _spans(held.tolist(), wanted).to(device), kind)
 
@@ -124,7 +127,7 @@ def exact_attention(
     sink_logit: Tensor | None = None, dtype: torch.dtype = torch.float64,
 ) -> Tensor:  # fmt: skip
     """The textbook formula in one dtype over listed tokens, fetched one by one."""
-    positions, seen = tokens_of(kv, lists)
+    (positions, seen), kv = tokens_of(kv, lists), plain(kv, dtype)
     num_rows = seen.shape[1]
     batch = torch.arange(kv.batch, device=seen.device)[:, None, None]
     physical = kv.table[batch, positions // kv.page_size].long()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from kernels.decode_cases import DecodeCase, Lists, exact_attention, tokens_of
-from kernels.paged_cases import distance, rounding
+from kernels.paged_cases import distance, plain, rounding
 from torch import Tensor
 
 from kvsift.kernels.page_attention import page_attention_reference, page_attention_triton
@@ -40,7 +40,7 @@ def check_step(
         visible_pages_reference(scores, case.spans, expected[0].shape[2], out=expected)
     dispute = disputed(case, found, expected)
     exact = exact_attention(case.queries, case.kv, found, scale=case.scale, **bent)
-    own = page_attention_reference(case.queries, case.kv, *found, scale=case.scale, **bent)
+    own = page_attention_reference(case.queries, plain(case.kv, case.queries.dtype), *found, scale=case.scale, **bent)
     error = error_ratio(output, own, exact)
     assert output.dtype == case.queries.dtype
     assert error <= 2, f"{error:.2f} times as far from float64 as the reference"

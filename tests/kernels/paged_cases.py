@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from kvsift.kernels.coded_pages import codes_of, read_pages, write_rows
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.paged import PagedKV
+from kvsift.native.coded_rows import coded_width, encode_rows_reference
 
 
 def paged_kv(
@@ -48,6 +50,29 @@ def pools_of(kinds: list[str], kv: PagedKV) -> dict[str, Tensor]:
         numbers = torch.full((kv.num_kv_heads, kv.keys.shape[1], width), 77.0, device=kv.keys.device)
         pools[kind] = numbers.to(dtype or kv.keys.dtype)
     return pools
+
+
+def coded(kv: PagedKV) -> PagedKV:
+    """The same tokens in 8 bits; where no token is, the scale is NaN."""
+    pools = []
+    for pool, turned in ((kv.keys, True), (kv.values, False)):
+        heads, pages, page_size, head_dim = pool.shape
+        codes = codes_of(
+            torch.zeros(heads, pages, page_size, coded_width(head_dim), dtype=torch.int8, device=pool.device)
+        )
+        slots = torch.arange(pages * page_size, device=pool.device)
+        rows = encode_rows_reference(pool.flatten(1, 2), turned=turned)
+        write_rows(codes, slots // page_size, slots % page_size, rows)
+        pools.append(codes)
+    return kv._replace(keys=pools[0], values=pools[1])
+
+
+def plain(kv: PagedKV, dtype: torch.dtype) -> PagedKV:
+    """What a cache in 8 bits holds, in a dtype; another cache as it is."""
+    if not kv.coded:
+        return kv
+    keys, values = read_pages(kv.keys, slice(None), dtype, turned=True), read_pages(kv.values, slice(None), dtype)
+    return kv._replace(keys=keys, values=values)
 
 
 def copy_of(kv: PagedKV) -> PagedKV:

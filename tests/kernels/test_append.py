@@ -3,11 +3,11 @@
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
-from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
+from kernels.paged_cases import coded, copy_of, distance, paged_kv, pools_of, same
 from torch import Tensor
 
 from kvsift.kernels.append import append, append_reference, append_sketches, append_triton, summarise_without_twins
-from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.page_summary import SUMMARIES, summarise, summarise_pages
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SKETCHES, SketchLayout, unpack
 from kvsift.kernels.sketch_append import write_newest_triton
@@ -82,6 +82,44 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
         assert all(torch.equal(a, b) for a, b in zip(kv.row(row), (held.keys(), held.values())))
         for kind in HELD:
             assert same(summaries[kind][:, kv.table[row].long()], held.summary(kind, slice(0, 2)))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 40], ids=str)  # 40: blocks of 8 channels that a transform mixes
+def test_a_cache_in_8_bits_holds_what_the_store_would(run: object, dtype: torch.dtype, head_dim: int) -> None:
+    """Codes of keys may differ by one, since their rotation rounds; summaries are those of what is held."""
+    wide, kinds = paged_kv([1, 1], 2, 4, head_dim, dtype, DEVICE), [*SUMMARIES, *SKETCHES]
+    wide = wide._replace(table=torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE))
+    kv, summaries = coded(wide), pools_of(kinds, wide)
+    store = PagedStore(LayerShape(0, 4, 2, head_dim, 1.0), 2, 4, wide.keys, kinds, kv_dtype="int8")
+    for step in range(6):
+        kv.lengths.fill_(step + 1)
+        keys, values = new_tokens(wide, step)
+        keys[..., 0] *= 20
+        run(kv, keys, values, summaries)  # type: ignore[operator]
+        for row in range(2):
+            store.append(row, keys[row].unsqueeze(1), values[row].unsqueeze(1))
+    for row in range(2):
+        pages, held = kv.table[row].long(), store.reader(row)
+        keys, values = kv.row(row)
+        step = held.rows()[0][..., -4:].clone().view(torch.float32)
+        assert bool(((keys - held.keys().float()).norm(dim=-1) <= 1.01 * step[..., 0] + 2e-3).all())
+        torch.testing.assert_close(values, held.values().float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+        valid = torch.arange(8, device=DEVICE).view(2, 4) < 6
+        for kind, pool in summaries.items():
+            own = summarise_pages(kind, kv.keys, kv.values, pages, pool, valid)
+            if kind in EXACT and head_dim == 16:
+                assert same(pool[:, pages], own)
+            elif kind in SKETCHES:
+                layout = SketchLayout(SKETCHES[kind], head_dim, 4)
+                found, expected = unpack(pool[:, pages], layout), unpack(own, layout)
+                assert float((found.codes != expected.codes).float().mean()) < 0.02
+                torch.testing.assert_close(found.value_means, expected.value_means, rtol=0.02, atol=0.02)
+            else:
+                rounding = 8 * torch.finfo(dtype).eps  # of keys, which may cancel
+                rows, rtol = pool[:, pages].float(), rounding if pool.element_size() > 1 else 0.126
+                torch.testing.assert_close(rows, own.float(), rtol=rtol, atol=rounding * float(keys.abs().max()))
 
 
 @needs_triton

@@ -7,6 +7,7 @@ import torch
 from kernels.conftest import DEVICE
 from kernels.decode_cases import DecodeCase, Lists, draw_case
 from kernels.decode_checks import error_ratio
+from kernels.paged_cases import plain
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import have_nvrtc
@@ -51,11 +52,13 @@ def attend(function: Any, case: DecodeCase, lists: Lists, unit_size: int, **how:
 def check(case: DecodeCase, unit_size: int, most: int = 400, **how: Any) -> None:
     lists = lists_of(case, unit_size, most // unit_size)
     assert listed_launch_runs(case.queries, case.kv, lists[0], unit_size)
-    (own, shown), (found, counted) = (
-        attend(run, case, lists, unit_size, **how) for run in (page_attention_reference, listed_attention_cuda)
+    found, counted = attend(listed_attention_cuda, case, lists, unit_size, **how)
+    own, shown = attend(
+        page_attention_reference, case._replace(kv=plain(case.kv, case.queries.dtype)), lists, unit_size, **how
     )
+    kv = plain(case.kv, torch.float64)
     precise = case._replace(
-        queries=case.queries.double(), kv=case.kv._replace(keys=case.kv.keys.double(), values=case.kv.values.double())
+        queries=case.queries.double(), kv=kv._replace(keys=kv.keys.double(), values=kv.values.double())
     )
     exact, _ = attend(page_attention_reference, precise, lists, unit_size, **how)
     assert error_ratio(found, own, exact) <= 2
@@ -63,12 +66,13 @@ def check(case: DecodeCase, unit_size: int, most: int = 400, **how: Any) -> None
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "tokens"])
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_answers_are_as_near_to_float64_as_the_references(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, paged: bool
+    shape: tuple[int, int, int, int], dtype: torch.dtype, in_8_bits: bool, paged: bool
 ) -> None:
-    case = draw_case(LENGTHS, *shape, dtype)
+    case = draw_case(LENGTHS, *shape, dtype, in_8_bits=in_8_bits)
     check(case, shape[3] if paged else 1)
     sinks = torch.linspace(-3, 5, case.queries.shape[1], device=DEVICE).to(dtype)
     check(case, shape[3] if paged else 1, softcap=3.0, sink_logit=sinks)
@@ -89,10 +93,11 @@ def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int
     assert torch.equal(found[0], expected[0])
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("batch", [1, 4, 70])
-def test_rows_of_many_blocks_and_of_one(batch: int) -> None:
+def test_rows_of_many_blocks_and_of_one(batch: int, in_8_bits: bool) -> None:
     lengths = [33000, 4999, 130, 17][:batch] + [300] * max(0, batch - 4)
-    check(draw_case(lengths, 2, 4, 128, 16, torch.bfloat16), 1, most=200)
+    check(draw_case(lengths, 2, 4, 128, 16, torch.bfloat16, in_8_bits=in_8_bits), 1, most=200)
 
 
 def test_long_lists_are_left_to_triton() -> None:

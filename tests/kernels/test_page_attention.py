@@ -7,6 +7,7 @@ import torch
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.decode_cases import DecodeCase, Lists, draw_case, everything, exact_attention, tokens_of
 from kernels.decode_checks import error_ratio
+from kernels.paged_cases import plain
 from torch import Tensor
 
 import kvsift.kernels.page_attention as module
@@ -55,11 +56,14 @@ def sinks(case: DecodeCase) -> Tensor:
 
 
 @needs_triton
-@crossed(shape=SHAPES, dtype=DTYPES, rows=["per KV head", "per query head", "everything"], softcap=[None, 3.0])
+@crossed(
+    shape=SHAPES, dtype=DTYPES, rows=["per KV head", "per query head", "everything"], softcap=[None, 3.0],
+    in_8_bits=[False, True],
+)  # fmt: skip
 def test_answers_are_at_most_twice_as_far_from_float64_as_the_reference_in_their_dtype(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, rows: str, softcap: float | None
+    shape: tuple[int, int, int, int], dtype: torch.dtype, rows: str, softcap: float | None, in_8_bits: bool
 ) -> None:
-    case = draw_case(LENGTHS, *shape, dtype)
+    case = draw_case(LENGTHS, *shape, dtype, in_8_bits=in_8_bits)
     lists = everything(case.kv, case.kv.num_kv_heads) if rows == "everything" else lists_of(case, rows == "per KV head")
     given = (None, None) if rows == "everything" else lists
     how = {"softcap": softcap, "sink_logit": None if softcap is None else sinks(case)}
@@ -67,7 +71,7 @@ def test_answers_are_at_most_twice_as_far_from_float64_as_the_reference_in_their
         exact_attention(case.queries, case.kv, lists, scale=case.scale, dtype=each, **how)
         for each in (torch.float64, dtype)
     )
-    own = attend(page_attention_reference, case, given, **how)
+    own = attend(page_attention_reference, case._replace(kv=plain(case.kv, dtype)), given, **how)
     if dtype != torch.float32:  # in which both are as good as float32 can be, and which is better is chance
         assert error_ratio(own, formula, exact) <= 2
     assert error_ratio(attend(page_attention_triton, case, given, **how), own, exact) <= 2

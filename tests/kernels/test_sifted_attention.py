@@ -29,7 +29,8 @@ SPANS = [(1, 2, 5), (1, 2, 5), (0, 1, 99), (2, 1, 0), (1, 3, 4)]  # sinks, windo
 @pytest.mark.parametrize(("kind", "dtype"), in_turns(SUMMARIES, DTYPES), ids=str)
 def test_the_twins_one_after_the_other_do_what_the_reference_does(kind: str, dtype: torch.dtype) -> None:
     shared = (list(SUMMARIES).index(kind) + DTYPES.index(dtype)) % 2 == 0  # lists per KV head or per query head
-    case = draw_case(LENGTHS, 1, 3, 12, 8, dtype, kind=kind, spans=SPANS)
+    in_8_bits = list(SUMMARIES).index(kind) % 2 == 1
+    case = draw_case(LENGTHS, 1, 3, 12, 8, dtype, kind=kind, spans=SPANS, in_8_bits=in_8_bits)
     check_step(by_twins, case, shared, softcap=20.0, sink_logit=torch.tensor([1.0, -2.0, 3.0], device=DEVICE).to(dtype))
 
 
@@ -110,11 +111,14 @@ def launch(case: DecodeCase, **how: Any) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("foreign", [False, True], ids=["ours", "foreign blocks"])
+@pytest.mark.parametrize("where", ["ours", "foreign blocks", "8 bits"])
 def test_a_single_launch_does_what_the_reference_does(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, kind: str, how: dict[str, Any], foreign: bool
+    shape: tuple[int, int, int, int], dtype: torch.dtype, kind: str, how: dict[str, Any], where: str
 ) -> None:
-    case = draw_case([3000, *LENGTHS], *shape, dtype, kind=kind, spans=[(1, 2, 9), *SPANS], foreign=foreign)
+    case = draw_case(
+        [3000, *LENGTHS], *shape, dtype, kind=kind, spans=[(1, 2, 9), *SPANS], foreign=where == "foreign blocks",
+        in_8_bits=where == "8 bits",
+    )  # fmt: skip
     if how.get("sink_logit"):
         how = how | {"sink_logit": torch.linspace(-3, 5, case.queries.shape[1], device=DEVICE).to(dtype)}
     launch(case, capacity=64, **how)

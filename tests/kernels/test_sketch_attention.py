@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.conftest import DEVICE, needs_triton
 from kernels.decode_cases import draw_case, exact_attention
+from kernels.paged_cases import coded, plain
 from torch import Tensor
 from turns import in_turns
 
@@ -38,18 +39,22 @@ class Case(NamedTuple):
 
 def draw(
     num_kv_heads: int = 2, group: int = 2, head_dim: int = 64, page_size: int = 16, dtype: torch.dtype = torch.float32,
-    *, bits: int = 1, chosen: int = 20, lengths: list[int] = LENGTHS, seed: int = 0,
+    *, bits: int = 1, chosen: int = 20, lengths: list[int] = LENGTHS, seed: int = 0, in_8_bits: bool = False,
 ) -> Case:  # fmt: skip
     """A step over rows of these lengths, NaN wherever no token is and in the rows of pages that hold none."""
     drawn = draw_case(lengths, num_kv_heads, group, head_dim, page_size, dtype, kind="minmax", seed=seed)
     kv, spans = drawn.kv, []
     kv.keys[..., 0] /= 20  # else a single channel decides, and every head agrees
+    held = kv
+    if in_8_bits:
+        kv = coded(kv)
+        held = plain(kv, torch.float32)
     layout = SketchLayout(bits, head_dim, page_size)
     rows = torch.full((num_kv_heads, kv.keys.shape[1], layout.width), 0x7F, dtype=torch.uint8, device=DEVICE)
     for row, length in enumerate(lengths):
         pages = kv.table[row, : -(-length // page_size)].long()
         valid = torch.arange(len(pages) * page_size, device=DEVICE).view(-1, page_size) < length
-        rows[:, pages] = sketch_rows(bits, kv.keys[:, pages], kv.values[:, pages], valid)
+        rows[:, pages] = sketch_rows(bits, held.keys[:, pages], held.values[:, pages], valid)
         stop = max(length - WINDOW, 0)
         first = min(SINKS, stop)
         spans.append((first, stop, min(chosen, stop - first), length))
@@ -114,6 +119,7 @@ def test_twins_choose_and_answer_as_the_reference(
 ) -> None:
     bits, dtype = values
     check(draw(*shape, dtype, bits=bits))
+    check(draw(*shape, dtype, bits=bits, in_8_bits=True))
 
 
 @needs_triton

@@ -105,6 +105,7 @@ def test_the_launch_chooses_and_answers_as_the_specification(
 ) -> None:
     bits, dtype = values
     check(draw(*shape, dtype, bits=bits))
+    check(draw(*shape, dtype, bits=bits, in_8_bits=True))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 64, 16), (1, 6, 256, 16), (1, 16, 128, 16)], ids=str)
@@ -128,10 +129,11 @@ def test_wide_members_spill_too(shape: tuple[int, int, int, int], longest: int) 
     check(case)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("lengths", [[5000], [4999, 130, 20000], [33000] * 4], ids=str)
 @pytest.mark.parametrize("chosen", [1, 40, 1000])
-def test_contexts_of_many_tiles(lengths: list[int], chosen: int) -> None:
-    check(draw(2, 4, 128, 16, torch.bfloat16, lengths=lengths, chosen=chosen))
+def test_contexts_of_many_tiles(lengths: list[int], chosen: int, in_8_bits: bool) -> None:
+    check(draw(2, 4, 128, 16, torch.bfloat16, lengths=lengths, chosen=chosen, in_8_bits=in_8_bits))
 
 
 @pytest.mark.parametrize("rest", [True, False])

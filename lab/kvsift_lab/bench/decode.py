@@ -33,6 +33,7 @@ class DecodeRecipe(r.BenchRecipe):
         None, MODEL, flag="--model", kind=str | None, value=True, parse=_directory, targets=("model", "random")
     )
     quantize: str | None = r.quantize()
+    kv_dtype: str = r.option("auto", "Of keys and values: auto, the model's, or int8.")
     contexts: tuple[int, ...] = r.contexts("32K,128K")
     batches: tuple[int, ...] = r.option("1,4", "Sequences, for instance 1,4.", flag="--batch", parse=r.counts)
     plan: str = r.option("quest:budget=2048", "Plan that is compared with dense.")
@@ -50,10 +51,12 @@ class DecodeRecipe(r.BenchRecipe):
         from kvsift.layer.paged_decode import reason_against, rule_of
         from kvsift.methods.common.anchors import AnchoredMethod
         from kvsift.plan.syntax import parse_plan
+        from kvsift.stores.paged import KV_DTYPES
         from kvsift_lab.bench.random_models import SHAPES
 
         r.require_known("shape", [self.model] if self.random else [], SHAPES)
         r.require_quantize(self.quantize)
+        r.require_known("kv_dtype", [self.kv_dtype], KV_DTYPES)
         r.require_some(self.contexts, self.batches, names="context and batch")
         plan = parse_plan(self.plan)
         reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)

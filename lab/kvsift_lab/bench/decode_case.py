@@ -28,11 +28,13 @@ from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.hf.state_snapshot import NO_TOKENS
 from kvsift.models.scaled_linear import ScaledLinear
+from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
-from kvsift_lab.bench.attention_variants import fill_summary
 
+DEVICE = Placement()
 SPARE_PAGES = 4  # of a pool, for the scratch pages of cases, so that it does not move
 
 
@@ -87,11 +89,13 @@ class NoOutput:
         raise AssertionError("no loop takes these tokens")
 
 
-def filled_caches(model: Any, plan: Plan, context: int, batch: int, steps: int) -> list[SparseCache]:
+def filled_caches(
+    model: Any, plan: Plan, context: int, batch: int, steps: int, place: Placement = DEVICE
+) -> list[SparseCache]:
     """Return the caches of a batch over one pool of random numbers, with room for the steps of a sample."""
     kv, length = KVPool(), reserved(context + steps, plan)
     spare = kv.pages.allocate(SPARE_PAGES)
-    caches = [make_cache(model, plan, probe_every=0, reserve=length)]
+    caches = [make_cache(model, plan, probe_every=0, reserve=length, placement=place)]
     caches[0].run.kv, caches[0].run.table = kv, PageTable(1, kv)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), feeding(caches[0], "prefill"):
@@ -101,12 +105,7 @@ def filled_caches(model: Any, plan: Plan, context: int, batch: int, steps: int) 
             cache.table.reserve(0, length // cache.page_size)
         for pool in kv.layers.values():
             pool.fit(exactly=True)
-        for attention in caches[0].attentions:
-            keys, values, summaries = attention.store.pools()
-            keys.normal_()
-            values.normal_()
-            for kind, summary_rows in summaries.items():
-                fill_summary(kind, keys, values, summary_rows)
+            pool.write_noise([Run(0, pool.keys.shape[1])])
     kv.pages.release(spare)
     return caches
 
@@ -194,10 +193,14 @@ def weight_bytes(model: Any) -> int:
     return int(total - (0 if tied else embedding.numel() * embedding.element_size()))
 
 
-def pool_bytes(config: Any, plan: Plan, context: int, batch: int, steps: int, itemsize: int) -> int:
+def pool_bytes(
+    config: Any, plan: Plan, context: int, batch: int, steps: int, dtype: torch.dtype, place: Placement = DEVICE
+) -> int:
     """Estimate the bytes that ``filled_caches`` allocates."""
     page_size = plan.page_size or DEFAULT_PAGE_SIZE
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
+    per_token = place.store.bytes_per_token(head_dim, dtype, **dict(place.knobs))
+    if rule_of(plan):
+        per_token += 2 * head_dim * dtype.itemsize / page_size
     num_tokens = batch * reserved(context + steps, plan) + SPARE_PAGES * page_size
-    return int(num_tokens * per_token * (1 + (1 / page_size if rule_of(plan) else 0)))
+    return int(num_tokens * config.num_hidden_layers * config.num_key_value_heads * per_token)

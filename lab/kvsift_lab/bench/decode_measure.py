@@ -25,6 +25,7 @@ from kvsift.models.captured_step import Step
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
+from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
@@ -114,9 +115,10 @@ class DecodeBench(Bench):
     def _measure(self, point: tuple[int, int], plan: Plan) -> dict[str, Any]:
         (context, batch), started, steps = point, perf_counter(), self.recipe.steps
         config = self.model.config.get_text_config(decoder=True)
-        pools = pool_bytes(config, plan, context, batch, steps, self.model.dtype.itemsize)
+        place = Placement(kv_dtype=self.recipe.kv_dtype)
+        pools = pool_bytes(config, plan, context, batch, steps, self.model.dtype, place)
         machine.require_room(self.model.device, pools * (1 + ROOM_SHARE))
-        caches = filled_caches(self.model, plan, context, batch, steps)
+        caches = filled_caches(self.model, plan, context, batch, steps, place)
         case = partial(DecodeCase.of, self.model, self.step, caches, capture=self.capture)
         variants = {"dense": case(Plan()), "sifted": case(plan)}
         dense_below = _dense_below(variants["sifted"].slots, plan.decode) if self.capture and plan.decode else 0

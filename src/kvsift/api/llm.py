@@ -61,7 +61,7 @@ class LLM(Engine):
             "int4" and "int8", whole numbers of 4 and 8 bits in groups of 32 inputs, or "fp8", 8-bit floats with a scale
             per output, "fp8_head" the head's too. On a CPU int4 and int8 stay so; on a GPU, in 16-bit dtypes, int4, and
             fp8 from Ada and Hopper on. Elsewhere they are expanded.
-        kv_dtype: "int8": keys and values of a model on the CPU are kept in 8 bits, in about half the memory of 16 bits;
+        kv_dtype: "int8": keys and values are kept in 8 bits beside the model, in about half the memory of 16 bits;
             "auto": in the dtype of the model.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
@@ -374,12 +374,12 @@ def _keeping(kv_dtype: str, place: Placement, device: str) -> Placement:
     """The placement with this dtype of keys and values."""
     if kv_dtype == "auto":
         return place
-    if device != "cpu" or place.in_host_memory:
+    if place.in_host_memory:
         raise Conflict(
-            f"kv_dtype={kv_dtype} is for keys and values of a model on the CPU, and this one is on {device} with "
-            f"placement={place}. Give device=cpu without a placement, or leave kv_dtype out."
+            f"kv_dtype={kv_dtype} is for keys and values beside the model, and with placement={place} they are in host "
+            "memory. Leave the placement out, or kv_dtype."
         )
-    return Placement("host", kv_dtype=kv_dtype)
+    return Placement("host" if device == "cpu" else "device", kv_dtype=kv_dtype)
 
 
 def _cpu(device: str) -> str:

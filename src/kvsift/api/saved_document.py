@@ -261,7 +261,7 @@ def _identity(runner: ModelRunner) -> dict[str, Any]:
         "tokenizer": tokenizer_fingerprint(runner.directory.path),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantize": runner.directory.quantize,
-        "kv_dtype": dict(runner.place.knobs).get("kv_dtype", "auto"),
+        "kv_dtype": runner.place.kv_dtype,
         "chunk_size": runner.chunk_size,
     }
 

@@ -52,7 +52,7 @@ KVDtypeOption = Annotated[
     str,
     typer.Option(
         "--kv-dtype",
-        help="int8: keep keys and values in 8 bits, in about half the memory of 16 bits, on a CPU; auto: in --dtype.",
+        help="int8: keep keys and values in 8 bits, in about half the memory of 16 bits; auto: in --dtype.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

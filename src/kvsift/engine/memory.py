@@ -12,6 +12,7 @@ from kvsift.errors import NotEnoughMemory
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
+from kvsift.stores.reader import DECODED_TOKENS
 
 GIB = 1 << 30
 ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and a table of all rotary angles
@@ -50,6 +51,9 @@ def predict_bytes(
     kv, windows = kv_bytes(directory, dtype, num_tokens, place), directory.window_bytes(dtype, num_tokens)
     width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
+    if place.kv_dtype == "int8" and device.type != "cpu":  # as attention of a prompt reads them
+        width = max((layer.num_kv_heads * layer.head_dim for layer in directory.full_layers), default=0)
+        activations += min(num_tokens, DECODED_TOKENS) * width * 2 * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0
     return int(weights + kv * (1 + summary_share(place)) * (1 + room) + windows + activations + runtime)
@@ -77,14 +81,14 @@ def require_memory(
     if free is None or need <= free:
         return
     kv = kv_bytes(directory, dtype, num_stored, there) + directory.window_bytes(dtype, num_tokens)
-    kv_dtype = dict(place.knobs).get("kv_dtype", str(dtype).removeprefix("torch."))
+    kv_dtype = str(dtype).removeprefix("torch.") if place.kv_dtype == "auto" else place.kv_dtype
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:
         weights, where = directory.weight_bytes(device, dtype), "in memory"
     remedies = ["Shorten the context", "take a smaller model"]
     if dtype == torch.float32:
         remedies.append("use --dtype bfloat16")
-    if device.type == "cpu" and "kv_dtype" not in dict(place.knobs):
+    if place.kv_dtype == "auto" and not on_host:
         remedies.append("keep KV in 8 bits with --kv-dtype int8")
     if device.type == "cuda" and not on_host:
         remedies.append("keep KV in host memory with --placement split")
@@ -123,7 +127,7 @@ def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int)
 def summary_share(place: Placement) -> float:
     """Return the size of page summaries over that of the keys and values they describe: of the default plan, whose
     sketches take 19 bytes beside 256 at head_dim 64 and page size 16. Quest's bounds take a sixteenth."""
-    return 0.15 if dict(place.knobs).get("kv_dtype") == "int8" else 0.075
+    return 0.15 if place.kv_dtype == "int8" else 0.075
 
 
 def kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvsift.kernels.page_summary import row_twin, summarise
+from kvsift.kernels.coded_pages import encode, load_keys, store_coded, turn, write_rows
+from kvsift.kernels.page_summary import row_twin, summarise_pages
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.kernels.sketch_append import pool_addresses, write_newest_triton
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.native.coded_rows import encode_rows
 
 
 def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
@@ -31,8 +33,11 @@ def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Te
 
 def append_reference(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
     pages, slots = _newest(kv)
-    kv.keys[:, pages, slots] = keys.transpose(0, 1).to(kv.keys.dtype)
-    kv.values[:, pages, slots] = values.transpose(0, 1).to(kv.values.dtype)
+    for pool, new, turned in ((kv.keys, keys.transpose(0, 1), True), (kv.values, values.transpose(0, 1), False)):
+        if pool.dtype == torch.int8:
+            write_rows(pool, pages, slots, encode_rows(new, turned=turned))
+        else:
+            pool[:, pages, slots] = new.to(pool.dtype)
     _summarise_newest(kv, summaries)
 
 
@@ -48,7 +53,7 @@ def _summarise_newest(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
     pages, slots = _newest(kv)
     valid = torch.arange(kv.page_size, device=slots.device) <= slots.unsqueeze(1)  # [batch, page_size]
     for kind, pool in summaries.items():
-        pool[:, pages] = summarise(kind, kv.keys[:, pages], valid, kv.values[:, pages])
+        pool[:, pages] = summarise_pages(kind, kv.keys, kv.values, pages, pool, valid)
 
 
 def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
@@ -105,7 +110,8 @@ def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, ob
         "table_row": kv.table.stride(0), "num_pages": kv.keys.shape[1],
         "summaries": tuple(pool.view(torch.uint8) if pool.element_size() == 1 else pool for _, pool in written),
         "WIDTHS": tuple(pool.shape[2] for _, pool in written), "writers": tuple(twin for twin, _ in written),
-        "SIZE": kv.page_size, "PAGE": power_of_two(kv.page_size), "D": kv.head_dim, "DP": power_of_two(kv.head_dim),
+        "SIZE": kv.page_size, "PAGE": max(16 if kv.coded else 1, power_of_two(kv.page_size)),
+        "D": kv.head_dim, "DP": power_of_two(kv.head_dim),
     }  # fmt: skip
 
 
@@ -114,30 +120,38 @@ def load_page(
     row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The page of a row's newest token, the token's slot, and the keys in the slots before it [PAGE, DP]."""
-    d, slots = tl.arange(0, DP), tl.arange(0, PAGE)
+    """The page of a row's newest token, the token's slot, and the keys in the slots before it, float32 [PAGE, DP]."""
+    slots = tl.arange(0, PAGE)
     position = tl.load(lengths_ptr + row) - 1
     page = tl.load(table_ptr + row * table_row + position // SIZE).to(tl.int64)
     slot = position % SIZE
-    before = (slots < slot)[:, None] & (d < D)[None, :]
     page_keys = keys_ptr + head.to(tl.int64) * k_head + page * k_page
-    return page, slot, tl.load(page_keys + slots[:, None] * k_slot + d[None, :], mask=before, other=0.0)
+    return page, slot, load_keys(page_keys, slots, slots < slot, k_slot, SIZE, D, DP, PAGE)
 
 
 @jit
 def store_token(
     key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, num_pages,
-    summaries, writers, WIDTHS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    summaries, writers, WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store a token at the slot that ``load_page`` returned, and write the summaries of its page."""
     d, slots, head = tl.arange(0, DP), tl.arange(0, PAGE), head.to(tl.int64)
-    key = key.to(keys_ptr.dtype.element_ty)
     page_keys = keys_ptr + head * k_head + page * k_page
-    tl.store(page_keys + slot * k_slot + d, key, mask=d < D)
     page_values = values_ptr + head * v_head + page * v_page
-    tl.store(page_values + slot * v_slot + d, value.to(values_ptr.dtype.element_ty), mask=d < D)
     # the new key comes from its register: reading back what other threads store would need a barrier
-    keys = tl.where((slots == slot)[:, None], key[None, :], keys).to(tl.float32)
+    if keys_ptr.dtype.element_ty == tl.int8:
+        factor: tl.constexpr = (D & -D) ** -0.5
+        codes, scale = encode(turn(key.to(tl.float32), False, D, DP) * factor)
+        store_coded(page_keys, slot, k_slot, codes, scale, SIZE, D, DP)
+        key = turn(codes, True, D, DP) * (scale * factor)
+        codes, scale = encode(value.to(tl.float32))
+        store_coded(page_values, slot, v_slot, codes, scale, SIZE, D, DP)
+    else:
+        key = key.to(keys_ptr.dtype.element_ty)
+        tl.store(page_keys + slot * k_slot + d, key, mask=d < D)
+        tl.store(page_values + slot * v_slot + d, value.to(values_ptr.dtype.element_ty), mask=d < D)
+        key = key.to(tl.float32)
+    keys = tl.where((slots == slot)[:, None], key[None, :], keys)
     for i in tl.static_range(len(summaries)):
         writers[i](summaries[i] + (head * num_pages + page) * WIDTHS[i], keys, slots <= slot, D, DP)
 
@@ -156,5 +170,5 @@ def _append_kernel(
     )
     store_token(
         key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
-        num_pages, summaries, writers, WIDTHS, PAGE, D, DP,
+        num_pages, summaries, writers, WIDTHS, SIZE, PAGE, D, DP,
     )  # fmt: skip

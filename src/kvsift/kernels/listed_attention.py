@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsift.kernels.cuda_module import arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.paged import PagedKV
+from kvsift.native.shapes import SCALE_BYTES
 
 PARTS = ("primitives", "copies", "attention", "listed_common", "merge", "listed_step")
 SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
@@ -76,11 +77,12 @@ def listed_attention_cuda(
     )  # fmt: skip
     defines = {
         "G": group, "D": kv.head_dim, "PAGE": kv.page_size, "LIST_UNIT": unit_size,
-        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "WARPS": warps,
-        "STAGES": STAGES, "MEMBERS": members, "MORE": 0, "CAPPED": int(softcap is not None),
+        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1), "CODED": int(kv.coded),
+        "WARPS": warps, "STAGES": STAGES, "MEMBERS": members, "MORE": 0, "CAPPED": int(softcap is not None),
         "SINK": int(sink_logit is not None), "ARGUMENT_BYTES": ctypes.sizeof(_ListedArguments),
     }  # fmt: skip
-    rings = warps * STAGES * UNIT * 2 * kv.head_dim * kv.keys.element_size()
+    scales = 2 * SCALE_BYTES if kv.coded else 0
+    rings = warps * STAGES * UNIT * (2 * kv.head_dim * kv.keys.element_size() + scales)
     parts = 4 * warps * (group * (kv.head_dim + 3) + 3)  # of warps, behind which their weights lie
     shared_bytes = max(rings + 8 * MOST_TOKENS, parts)
     kernel = compile_kernel(

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels import summary_twins as twins
+from kvsift.kernels.coded_pages import read_pages
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
 from kvsift.kernels.summary_twins import FP8_SCALE
 from kvsift.native.pages import page_extremes, takes_pages
@@ -96,6 +97,15 @@ def summarise(kind: str, keys: Tensor, valid: Tensor | None = None, values: Tens
     if kind == "minmax" and takes_pages(keys):
         return page_extremes(keys, valid)
     return SUMMARIES[kind].rows(keys, None if valid is None else valid.unsqueeze(-1))
+
+
+def summarise_pages(
+    kind: str, keys: Tensor, values: Tensor, pages: Tensor | slice, rows: Tensor, valid: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """As ``summarise``, of pages of pools [num_kv_heads, num_pages, page_size, head_dim]. What they hold in 8 bits is
+    read in the dtype of the pool of ``rows``, or if this has bytes in float32."""
+    dtype = rows.dtype if rows.element_size() > 1 else torch.float32
+    return summarise(kind, read_pages(keys, pages, dtype, turned=True), valid, read_pages(values, pages, dtype))
 
 
 def _minmax_rows(keys: Tensor, valid: Tensor | None) -> Tensor:

@@ -115,7 +115,7 @@ def _rotary_append_kernel(
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
-    page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), keys_ptr.dtype.element_ty)
+    page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
     if head >= H:  # the keys of the page are older than the kernel before, which may still be running
         page, slot, keys = load_page(
             row, head - H, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
@@ -132,7 +132,7 @@ def _rotary_append_kernel(
         value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
         store_token(
             key, value, page, slot, keys, head - H, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page,
-            v_slot, num_pages, summaries, writers, WIDTHS, PAGE, D, DP,
+            v_slot, num_pages, summaries, writers, WIDTHS, SIZE, PAGE, D, DP,
         )  # fmt: skip
 
 

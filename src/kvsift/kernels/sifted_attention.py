@@ -174,6 +174,7 @@ def _kernel(
         "G": group, "D": kv.head_dim, "PAGE": kv.page_size,
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_SiftArguments),
         "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1),
+        "CODED": int(kv.coded),
         "FP8": int(summary.element_size() == 1), "WARPS": warps, "STAGES": stages, "CAPACITY": capacity,
         "CAPPED": int(capped), "SINK": int(sink),
         "KEYS": _keys(kv.table.shape[1], ranked), "MORE": 0,

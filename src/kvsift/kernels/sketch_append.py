@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsift.kernels.coded_pages import ROUNDING, TINY, load_scales
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SketchLayout, random_rotation
-from kvsift.kernels.triton_shim import constant, jit, power_of_two, tl
-
-ROUNDING = constant(12582912.0)  # 1.5 * 2^23: numbers added to it lose their fraction, halves to the even side
-TINY = constant(1.1754943508222875e-38)  # the smallest normal float32
+from kvsift.kernels.triton_shim import jit, power_of_two, tl
 
 
 def pool_addresses(layers: Sequence[tuple[PagedKV, Tensor]]) -> Tensor:
@@ -97,13 +95,18 @@ def write_sketch(
     """The row at byte ``start`` from a page's keys and values up to the token at ``place``."""
     slot, d = tl.arange(0, SLOTS), tl.arange(0, DP)
     valid, count = slot <= place, (place + 1).to(tl.float32)
-    keys = rotated_keys(keys_ptr, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
+    inside = valid[:, None] & (d < D)[None, :]
+    if keys_ptr.dtype.element_ty == tl.int8:  # they are rotated
+        keys = tl.load(keys_ptr + (slot * k_slot)[:, None] + d[None, :], mask=inside, other=0).to(tl.float32)
+        keys *= load_scales(keys_ptr, slot, valid, PAGE, D)[:, None]
+    else:
+        keys = rotated_keys(keys_ptr, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
     mean, scale = int8_codes(tl.sum(keys, 0) / count)
     # the bytes that fill up each part are written too: they are zero
     tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < VALUE_MEAN - KEY_MEAN)
     tl.store(halves_ptr + start // 2 + SCALES // 2, scale)
     residual = tl.where(valid[:, None], keys - (mean * scale.to(tl.float32))[None, :], 0.0)
-    index = tl.where(valid[:, None] & (d < D)[None, :], code_index(residual, D, BITS), 0)
+    index = tl.where(inside, code_index(residual, D, BITS), 0)
     product = tl.sum(residual * (2 * index - ((1 << BITS) - 1)).to(tl.float32), 1)
     factors = tl.sum(residual * residual, 1) / tl.maximum(product, TINY)
     factors = tl.where(product > 0, factors, 0.0).to(tl.float16)  # no residual: every code is right
@@ -113,8 +116,9 @@ def write_sketch(
         channels = tl.reshape((index >> bit) & 1, (SLOTS, DP // 32, 32)) << tl.arange(0, 32)[None, None, :]
         at = words_ptr + start // 4 + ((bit * WORDS + word) * PAGE)[None, :] + slot[:, None]
         tl.store(at, tl.sum(channels, 2), mask=(slot < PAGE)[:, None] & (word < WORDS)[None, :])
-    inside = valid[:, None] & (d < D)[None, :]
-    values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0).to(tl.float32)
+    if values_ptr.dtype.element_ty == tl.int8:
+        values *= load_scales(values_ptr, slot, valid, PAGE, D)[:, None]
     mean, scale = int8_codes(tl.sum(values, 0) / count)
     tl.store(octets_ptr + start + VALUE_MEAN + d, mean.to(tl.int8), mask=d < SCALES - VALUE_MEAN)
     tl.store(halves_ptr + start // 2 + SCALES // 2 + 1, scale)

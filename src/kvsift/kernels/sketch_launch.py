@@ -163,8 +163,8 @@ def sketch_attention_cuda(
     given = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
     layout, spilled = SketchLayout(bits, kv.head_dim, kv.page_size), _spilled(kv, group, capacity, members)
     switches = {
-        "HALF": queries.dtype == torch.float16, "KV8": kv.keys.element_size() == 1, "REST": rest, "SPILL": spilled,
-        "CAPPED": softcap is not None, "SINK": sink_logit is not None,
+        "HALF": queries.dtype == torch.float16, "KV8": kv.keys.element_size() == 1, "CODED": kv.coded, "REST": rest,
+        "SPILL": spilled, "CAPPED": softcap is not None, "SINK": sink_logit is not None,
     }  # fmt: skip
     shared = _shared_bytes(kv, group, capacity, members, spilled=spilled)
     kernel = _kernel(layout, group, capacity, switches, shared, queries.device)

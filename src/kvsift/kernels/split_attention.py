@@ -7,6 +7,7 @@ splits a row may have some of estimates, which other kernels have written, of to
 
 from __future__ import annotations
 
+from kvsift.kernels.coded_pages import load_scales, turned_rows
 from kvsift.kernels.triton_shim import constant, jit, tl
 
 ESTIMATED_WHOLE = float(1 << 32)  # all of a head's attention, as shares are added up
@@ -28,7 +29,8 @@ def load_tile(
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values [TILE * UNIT, DP] of the units from ``slot`` on; return which of the tokens exist, too."""
+    """Load keys and values [TILE * UNIT, DP] of the units from ``slot`` on; return their scales and which of the tokens
+    exist, too."""
     t, d = tl.arange(0, TILE * UNIT), tl.arange(0, DP)
     slots = slot + t // UNIT
     inside = slots < last
@@ -50,7 +52,11 @@ def load_tile(
         values_ptr + (physical * value_page + within * value_token)[:, None] + d[None, :], mask=mask, other=0.0,
         eviction_policy="evict_first",
     )  # fmt: skip
-    return k, v, seen
+    k_scales, v_scales = 1.0, 1.0
+    if keys_ptr.dtype.element_ty == tl.int8:
+        k_scales = load_scales(keys_ptr + physical * key_page, within, seen, PAGE, D)
+        v_scales = load_scales(values_ptr + physical * value_page, within, seen, PAGE, D)
+    return k, v, k_scales, v_scales, seen
 
 
 @jit
@@ -65,17 +71,24 @@ def attend_group(
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     mask = (g < G)[:, None] & (d < D)[None, :]
     token = g // (G // SIZE)
-    q = tl.load(q_ptr + (token * q_token + g % (G // SIZE) * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    at = q_ptr + (token * q_token + g % (G // SIZE) * D)
+    if keys_ptr.dtype.element_ty == tl.int8:
+        q = turned_rows(at, g < G, D, DP, GP)
+    else:
+        q = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
     own = tl.load(lengths_ptr + token, mask=g < G, other=1) if SIZE > 1 else g
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
     visible, acc = 0.0, tl.zeros((GP, DP), tl.float32)
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
-        k, v, seen = load_tile(
+        k, v, k_scales, v_scales, seen = load_tile(
             keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
             D, DP, PAGE, UNIT, TILE, LISTED,
         )  # fmt: skip
         k, v = k.to(q.dtype), v.to(q.dtype)
-        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if keys_ptr.dtype.element_ty == tl.int8:
+            logits *= k_scales[None, :]
+        logits = capped(logits, softcap, CAPPED)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         if SIZE > 1:
             logits = tl.where((slot * UNIT + tl.arange(0, TILE * UNIT))[None, :] < own[:, None], logits, float("-inf"))
@@ -85,8 +98,10 @@ def attend_group(
             shift = tl.where(new == float("-inf"), 0.0, new)
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(top - shift)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
+        if keys_ptr.dtype.element_ty == tl.int8:
+            weights *= v_scales[None, :]
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         visible += tl.sum(seen.to(tl.float32), 0)
         top = new
     tl.store(part_ptr + g[:, None] * D + d[None, :], acc, mask=mask)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.block_pages import BlockPages
-from kvsift.kernels.page_summary import row_twin, summarise
+from kvsift.kernels.coded_pages import load_keys
+from kvsift.kernels.page_summary import row_twin, summarise_pages
 from kvsift.kernels.sketch import SKETCHES, SketchLayout, random_rotation
 from kvsift.kernels.sketch_append import write_sketch
 from kvsift.kernels.summary_twins import write_row
@@ -29,7 +30,7 @@ def summarise_slots(
         kind: kind of summary; one with a Triton twin, or a sketch.
         slots: int64 [num_tokens], of tokens in the order of their sequences; negative ones are padding.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``),
-            float8_e4m3fn among their dtypes.
+            float8_e4m3fn, and int8 (``kernels.coded_pages``) if there are no tokens to write, among their dtypes.
         rows: [num_kv_heads, num_pages, width], the last stride 1.
         pages: the pages of the cache.
         tokens: keys and values of the slots, each [>= num_tokens, num_kv_heads, head_dim] with last strides (head_dim,
@@ -62,11 +63,7 @@ def summarise_slots_reference(
             for head, tokens_of_head in zip(pool, new[held].unbind(1)):
                 head[numbers, places] = tokens_of_head
     numbers = pages.of_slots(slots[(slots >= 0) & (slots % pages.page_size == pages.page_size - 1)])
-    full_keys, full_values = keys[:, numbers], values[:, numbers]
-    if keys.element_size() == 1:
-        wide = rows.dtype if rows.element_size() > 1 else torch.float32
-        full_keys, full_values = full_keys.to(wide), full_values.to(wide)
-    for head, summaries in zip(rows, summarise(kind, full_keys, None, full_values)):
+    for head, summaries in zip(rows, summarise_pages(kind, keys, values, numbers, rows)):
         head[numbers] = summaries
 
 
@@ -151,7 +148,7 @@ def _rows_kernel(
     TOKENS: tl.constexpr, NEW: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr,
 ):  # fmt: skip
-    head, slots, d = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS), tl.arange(0, DP)
+    head, slots = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS)
     for i in range(TOKENS):
         fills, page, _, keys_of_page, _ = take_token(
             i, slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, k_head, k_page,
@@ -159,8 +156,7 @@ def _rows_kernel(
         )  # fmt: skip
         if fills:
             valid = slots < PAGE
-            at = keys_of_page + (slots * k_slot)[:, None] + d[None, :]
-            keys = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            keys = load_keys(keys_of_page, slots, valid, k_slot, PAGE, D, DP, SLOTS)
             write_row(rows_ptr + head * r_head + page * r_page, keys, valid, KIND, D, DP)
 
 

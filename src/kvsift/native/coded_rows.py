@@ -4,9 +4,14 @@ number[j] is about scale * code[j], with scale = max |number| / 127. A coded row
 the four bytes of its scale: whatever copies, forks or frees a row carries its scale along. Keys are turned first, by an
 orthogonal matrix that spreads each channel over all (``sketch_format.random_rotation``): some channels of real models'
 keys are far larger than the others, and would take the precision of all.
+
+Pages that GPUs read have the same bytes in another order (``kernels.coded_pages``).
 """
 
 from __future__ import annotations
+
+import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -62,11 +67,32 @@ def decode_rows(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Te
 
 def decode_rows_reference(rows: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Tensor:
     """As ``decode_rows``; turned ones may differ in rounding."""
-    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
-    numbers = rows[..., :-SCALE_BYTES].float() * scale
+    scales = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    return decode_codes(rows[..., :-SCALE_BYTES], scales.squeeze(-1), dtype, turned=turned)
+
+
+def decode_codes(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, turned: bool = False) -> Tensor:
+    """Codes int8 [..., head_dim] and their scales float32 [...] -> [..., head_dim] in ``dtype``; ``turned``: turn back
+    what are keys."""
+    numbers, factors = codes, scales.unsqueeze(-1)
     if turned:
-        numbers = numbers @ random_rotation(numbers.shape[-1], numbers.device).mT
-    return numbers.to(dtype)
+        whole, factor = _whole_rotation(codes.shape[-1], codes.device)
+        numbers, factors = codes.float() @ whole.mT, factors * factor
+    return torch.mul(numbers, factors, out=numbers.new_empty(numbers.shape, dtype=dtype))  # in float32, in one pass
+
+
+def turn(vectors: Tensor) -> Tensor:
+    """Turn vectors [..., head_dim] as keys are; queries meet keys as they are stored then."""
+    return (vectors.float() @ random_rotation(vectors.shape[-1], vectors.device)).to(vectors.dtype)
+
+
+@lru_cache
+def _whole_rotation(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
+    """The rotation over a factor, and this. If head_dim is a power of two, the former has entries of 1 and -1: sums of
+    codes are exact then, whoever adds them up."""
+    size = head_dim & -head_dim
+    whole = random_rotation(head_dim, device) * math.sqrt(size)
+    return (whole.round() if size == head_dim else whole), 1 / math.sqrt(size)
 
 
 def _in_core(tensor: Tensor, dtype: torch.dtype, head_dim: int) -> bool:

@@ -26,9 +26,9 @@ class Placement:
         name: "device": with the model. "split": in host memory, where methods select and the host attends the
             selection; the device attends sinks and window. "offload": in host memory, but the device attends, and
             reads the selection there. "host": model and KV on the CPU.
-        knobs: those that were given: host_values ("model": values in host memory as they come from the model, "int8":
-            packed in 8 bits), device_cache (tokens of a layer that "offload" caches on the device where steps are
-            composed).
+        knobs: those that were given: kv_dtype ("int8": keys and values of "device" and "host" in 8 bits),
+            host_values ("model": values in host memory as they come from the model, "int8": packed in 8 bits),
+            device_cache (tokens of a layer that "offload" caches on the device where steps are composed).
 
     Raises:
         InputError: for a name that does not exist, or a knob that means nothing there.
@@ -81,6 +81,11 @@ class Placement:
     def in_host_memory(self) -> bool:
         """Whether KV is in host memory although the model may be elsewhere."""
         return bool(self.store.in_host_memory)
+
+    @property
+    def kv_dtype(self) -> str:
+        """In what keys and values are kept (``stores.paged``); "auto" where nothing else can be asked for."""
+        return str(dict(self.knobs).get("kv_dtype", "auto"))
 
     def knob(self, name: str) -> Any:
         """The value of a knob, given or not."""

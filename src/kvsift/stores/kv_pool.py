@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import UnsupportedPlan
-from kvsift.kernels.page_summary import row_format, summarise
+from kvsift.kernels.coded_pages import codes_of, read_rows, write_rows
+from kvsift.kernels.page_summary import row_format, summarise_pages
 from kvsift.native.coded_rows import coded_width, decode_rows, encode_rows
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
@@ -33,13 +34,14 @@ class LayerPool:
         like: a tensor with the device of the keys, and the dtype in which they come.
         pages: counts references to its pages.
         coded_keys, coded_values: keep codes of 8 bits (``native.coded_rows``) instead.
+        by_page: codes of a page lie together (``kernels.coded_pages``); by default rows do, as the compiled core reads.
         pinned: use page-locked host memory, which this device reads and writes on its own.
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
         head_dim, dtype: those of keys and values as they are appended and read.
         token_bytes: bytes of keys and values of one token.
-        on_host: whether keys and values are in memory that the compiled core reads.
+        on_host: whether keys and values are in memory that the compiled core reads, and as it reads them.
         summaries: kind -> [num_kv_heads, num_pages, width].
         lock: held while tokens are written or the tensors grow.
         moves: how often tensors were replaced.
@@ -47,11 +49,11 @@ class LayerPool:
 
     def __init__(
         self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, *, coded_keys: bool = False,
-        coded_values: bool = False, pinned: torch.device | None = None,
+        coded_values: bool = False, by_page: bool = False, pinned: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
         self.head_dim, self.dtype = shape.head_dim, like.dtype
-        self.coded_keys, self.coded_values = coded_keys, coded_values
+        self.coded_keys, self.coded_values, self.by_page = coded_keys, coded_values, by_page
         self._pinned = pinned
         self.moves = 0
         self.keys, self.values = (
@@ -62,7 +64,7 @@ class LayerPool:
             for coded in (coded_keys, coded_values)
         )  # fmt: skip
         self.token_bytes = sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
-        self.on_host = self.keys.is_cpu
+        self.on_host = self.keys.is_cpu and not by_page
         self.summaries: dict[str, Tensor] = {}
         self._users: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -120,9 +122,10 @@ class LayerPool:
                 pages = slice(first, min(first + NOISE_PAGES, stop))
                 sizes = len(self.keys), pages.stop - first, self.page_size, self.head_dim
                 keys, values = (torch.randn(sizes, dtype=self.dtype, device=self.keys.device) for _ in range(2))
-                self.keys[:, pages], self.values[:, pages] = self.rows_of(keys, values)
+                slots = slice(pages.start * self.page_size, pages.stop * self.page_size)
+                self.write(slots, *(new.flatten(1, 2) for new in self.rows_of(keys, values)))
                 for kind, rows in self.summaries.items():
-                    rows[:, pages] = summarise(kind, keys, None, values)
+                    rows[:, pages] = summarise_pages(kind, *self.as_read, pages, rows)
 
     def rows_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [..., head_dim], as they are stored."""
@@ -137,6 +140,29 @@ class LayerPool:
     def values_of(self, rows: Tensor) -> Tensor:
         """As ``keys_of``."""
         return decode_rows(rows, self.dtype) if self.coded_values else rows
+
+    @property
+    def as_read(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as kernels read them (``kernels.paged.PagedKV``)."""
+        return (codes_of(self.keys), codes_of(self.values)) if self.by_page else (self.keys, self.values)
+
+    def write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write tokens in the form in which they are stored, [num_kv_heads, count, width], to slots of pages that are
+        flattened."""
+        for pool, rows in ((self.keys, keys), (self.values, values)):
+            if self.by_page:
+                write_rows(codes_of(pool), *self._places(slots), rows)
+            else:
+                pool.flatten(1, 2)[:, slots] = rows
+
+    def read(self, pool: Tensor, slots: slice | Tensor) -> Tensor:
+        """Return what ``write`` has written to keys or values, a view where it can be."""
+        return read_rows(codes_of(pool), *self._places(slots)) if self.by_page else pool.flatten(1, 2)[:, slots]
+
+    def _places(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=self.keys.device)
+        return slots // self.page_size, slots % self.page_size
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page with its summaries."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvsift.errors import UnsupportedDevice, unknown
-from kvsift.kernels.page_summary import summarise
+from kvsift.kernels.page_summary import summarise, summarise_pages
 from kvsift.native.coded_rows import coded_width
 from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
@@ -36,14 +36,25 @@ class PagedStore(Store):
         reserve: tokens a sequence is expected to reach; saves copies, limits nothing.
         table: pages of the sequences, which all layers of a cache share; by default a table and a pool of this layer
             alone.
+        kv_dtype: "auto" keeps keys and values as they come, "int8" in 8 bits (``native.coded_rows``): what is selected
+            and attended is what is stored.
     """
 
     table: PageTable
+    objections = (
+        *Store.objections,
+        (lambda case: case.place.kv_dtype != "auto"
+         and next((rule for rule in case.plan.rules if rule.evicts), None),
+         "{found} frees what it drops, and keys and values are kept in 8 bits with kv_dtype=int8. Leave out evict, or "
+         "kv_dtype."),
+    )  # fmt: skip
+    by_page: ClassVar[bool] = True  # codes in 8 bits are laid out for kernels of a GPU (``kernels.coded_pages``)
 
     def __init__(
         self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
-        reserve: int = 0, table: PageTable | None = None,
+        reserve: int = 0, table: PageTable | None = None, *, kv_dtype: KVDtype = "auto",
     ) -> None:  # fmt: skip
+        self.kv_dtype, self.rounds = kv_dtype, kv_dtype == "int8"
         self.shape, self.page_size, self.reserve = shape, page_size, reserve
         self.lengths = [0] * num_rows
         self._open: set[int] = set()  # sequences whose page being filled has no summary of its present tokens
@@ -59,7 +70,19 @@ class PagedStore(Store):
         self.kinds: tuple[str, ...] = ()
 
     def _new_pool(self, pages: PagePool) -> LayerPool:
-        return LayerPool(self.shape, self.page_size, self._like, pages)
+        return LayerPool(
+            self.shape, self.page_size, self._like, pages, coded_keys=self.rounds, coded_values=self.rounds,
+            by_page=self.rounds and self.by_page,
+        )  # fmt: skip
+
+    @classmethod
+    def check_knobs(cls, *, kv_dtype: str = "auto", **knobs: Any) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise unknown("kv_dtype", str(kv_dtype), KV_DTYPES)
+
+    @classmethod
+    def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto", **knobs: Any) -> int:
+        return 2 * (coded_width(head_dim) if kv_dtype == "int8" else head_dim * dtype.itemsize)
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +104,7 @@ class PagedStore(Store):
         return {kind: self.pool.summaries[kind] for kind in self.kinds}
 
     def pools(self) -> Pools:
-        return Pools(self.pool.keys, self.pool.values, self.summaries)
+        return Pools(*self.pool.as_read, self.summaries)
 
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         if not torch.is_inference_mode_enabled():  # pools outlive the block they were made in
@@ -208,7 +231,8 @@ class PagedStore(Store):
 
     def empty_copy(self, num_rows: int, table: PageTable | None = None, reserve: int = 0) -> PagedStore:
         """An empty store like this one, in the pages of ``table`` or a pool of its own."""
-        return PagedStore(self.shape, num_rows, self.page_size, self._like, self.kinds, reserve, table)
+        shape, page_size, like = self.shape, self.page_size, self._like
+        return PagedStore(shape, num_rows, page_size, like, self.kinds, reserve, table, kv_dtype=self.kv_dtype)
 
     def leave_pool(self) -> None:
         """Free the tensors of this layer, unless other caches store in them; this store is of no use afterwards."""
@@ -218,7 +242,8 @@ class PagedStore(Store):
         """A store of one sequence that begins as a copy of this store's ``row``, with full pages shared."""
         table = PageTable(1, self.table.kv)
         table.adopt(0, self.table.runs(row))
-        other = PagedStore(self.shape, 1, self.page_size, self._like, (), self.reserve, table)
+        shape, page_size, like = self.shape, self.page_size, self._like
+        other = PagedStore(shape, 1, page_size, like, (), self.reserve, table, kv_dtype=self.kv_dtype)
         other.lengths, other.kinds = [self.lengths[row]], self.kinds
         other._open = {0} if row in self._open else set()
         other._maintain()
@@ -228,8 +253,7 @@ class PagedStore(Store):
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         if self.pool.coded_values:
             keys, values = self.pool.rows_of(keys, values)
-        self.pool.keys.flatten(1, 2)[:, slots] = keys
-        self.pool.values.flatten(1, 2)[:, slots] = values
+        self.pool.write(slots, keys, values)
 
     def _fit(self, exactly: bool = False) -> None:
         self.pool.fit(exactly)
@@ -271,13 +295,18 @@ class PagedStore(Store):
 
     def _write_summaries(self, row: int, pages: tuple[int, int], kinds: Iterable[str], partial: int = 0) -> None:
         """Summarise pages; of one that is not full, the first ``partial`` tokens."""
-        keys, values = self._pages(row, *pages)
-        valid = torch.arange(self.page_size, device=keys.device).unsqueeze(0) < partial if partial else None
+        keys, values = (None, None) if self.pool.by_page else self._pages(row, *pages)
+        device = self.pool.keys.device if keys is None else keys.device
+        valid = torch.arange(self.page_size, device=device).unsqueeze(0) < partial if partial else None
         places = self._reader(row).pages(*pages)
         for kind in kinds:
-            rows = summarise(kind, keys, valid, values)
+            held = self.pool.summaries[kind]
+            if keys is None:
+                rows = summarise_pages(kind, *self.pool.as_read, places, held, valid)
+            else:
+                rows = summarise(kind, keys, valid, values)
             with self.pool.lock:
-                self.pool.summaries[kind][:, places] = rows.to(self.pool.summaries[kind].device)
+                self.pool.summaries[kind][:, places] = rows.to(held.device)
 
 
 def note_tokens(stores: Sequence[PagedStore], length: int) -> None:
@@ -290,20 +319,13 @@ def note_tokens(stores: Sequence[PagedStore], length: int) -> None:
 
 
 class HostStore(PagedStore):
-    """As ``PagedStore``; refuses a model on another device.
+    """As ``PagedStore``; refuses a model on another device."""
 
-    Args:
-        kv_dtype: "auto" keeps keys and values as they come, "int8" in 8 bits (``native.coded_rows``): what is selected
-            and attended is what is stored. The other arguments are those of ``PagedStore``.
-    """
-
-    objections = (
-        *PagedStore.objections,
-        (lambda case: case.place.knob("kv_dtype") != "auto"
-         and next((rule for rule in case.plan.rules if rule.evicts), None),
-         "{found} frees what it drops, and keys and values are kept in 8 bits with kv_dtype=int8. Leave out evict, or "
-         "kv_dtype."),
+    not_captured = (
+        (lambda case: case.place.kv_dtype == "int8",
+         "with placement=host the compiled core reads keys and values in int8, and no kernel does"),
     )  # fmt: skip
+    by_page = False  # as the compiled core reads them
 
     def __init__(
         self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
@@ -314,19 +336,4 @@ class HostStore(PagedStore):
                 f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
                 "placement=split or placement=offload."
             )
-        self.kv_dtype, self.rounds = kv_dtype, kv_dtype == "int8"
-        super().__init__(shape, num_rows, page_size, like, summaries, reserve, table)
-
-    @classmethod
-    def check_knobs(cls, *, kv_dtype: str = "auto", **knobs: Any) -> None:
-        if kv_dtype not in KV_DTYPES:
-            raise unknown("kv_dtype", str(kv_dtype), KV_DTYPES)
-
-    @classmethod
-    def bytes_per_token(cls, head_dim: int, dtype: torch.dtype, *, kv_dtype: KVDtype = "auto", **knobs: Any) -> int:
-        return 2 * (coded_width(head_dim) if kv_dtype == "int8" else head_dim * dtype.itemsize)
-
-    def _new_pool(self, pages: PagePool) -> LayerPool:
-        return LayerPool(
-            self.shape, self.page_size, self._like, pages, coded_keys=self.rounds, coded_values=self.rounds
-        )
+        super().__init__(shape, num_rows, page_size, like, summaries, reserve, table, kv_dtype=kv_dtype)

@@ -18,6 +18,7 @@ from kvsift.kernels.merge import merge, merge_all
 from kvsift.kernels.rerotate import rerotate
 from kvsift.native import twins
 from kvsift.native.attention import SHARE_TOKENS
+from kvsift.native.coded_rows import turn
 from kvsift.native.shapes import HeadRows, supports
 from kvsift.stores.base import Segment, View
 from kvsift.stores.reader import RowReader
@@ -35,25 +36,28 @@ def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
             values = reader.values_in_place(segment.stop)
             output, lse = native.attend_dense(queries, keys, values, shape.scale, shape.softcap)
             return Part(output.unsqueeze(0), lse.unsqueeze(0))
-    if segment.queries.is_cuda and 1 < len(reader.consecutive(segment.stop)) <= MOST_RUNS:
+    if reader.decodes or (segment.queries.is_cuda and 1 < len(reader.consecutive(segment.stop)) <= MOST_RUNS):
         return _attend_runs(shape, segment, reader)
     keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
     return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
 
 
 def _attend_runs(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
-    """As ``_past_and_own``, over tokens in several runs of pages, each where it lies: a copy of all is not made."""
+    """As ``_past_and_own``, over tokens in several runs of pages, each where it lies, or decoded: a copy of all is not
+    made."""
     own = segment.stop - segment.num_queries if segment.num_queries > 1 else segment.stop
+    queries, read_keys = segment.queries, reader.keys
+    if reader.decodes:  # queries are turned, of which there are fewer than keys
+        queries, read_keys = turn(queries), reader.turned_keys
     parts = [
         attention(
-            segment.queries, reader.keys(start, stop)[None], reader.values(start, stop)[None], shape.scale,
-            softcap=shape.softcap,
+            queries, read_keys(start, stop)[None], reader.values(start, stop)[None], shape.scale, softcap=shape.softcap
         )
         for start, stop in reader.consecutive(own)
-    ]  # fmt: skip
+    ]
     if own < segment.stop:
-        keys, values = (read(own, segment.stop)[None] for read in (reader.keys, reader.values))
-        parts.append(attention(segment.queries, keys, values, shape.scale, causal=True, softcap=shape.softcap))
+        keys, values = read_keys(own, segment.stop)[None], reader.values(own, segment.stop)[None]
+        parts.append(attention(queries, keys, values, shape.scale, causal=True, softcap=shape.softcap))
     return merge_all(parts)
 
 

@@ -8,10 +8,13 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from kvsift.kernels.coded_pages import codes_of, read_pages, read_rows
 from kvsift.kernels.segment_attention import Rows
 from kvsift.native.shapes import HeadRows, PooledRows
 from kvsift.stores.kv_pool import LayerPool
 from kvsift.stores.page_table import PageTable
+
+DECODED_TOKENS = 16384  # at once, in dense attention over keys and values in 8 bits
 
 
 class RowReader:
@@ -43,6 +46,11 @@ class RowReader:
         """Whether keys and values can be read where they are stored, on the host."""
         return self._pool.on_host and self._pool.keys.dtype == self._pool.values.dtype
 
+    @property
+    def decodes(self) -> bool:
+        """Whether keys and values are read as copies in another dtype than they are stored in, and not on the host."""
+        return self._pool.by_page
+
     def keys_in_place(self, stop: int | None = None, start: int = 0) -> HeadRows:
         """As ``keys(start, stop)``, without a copy, for the compiled core."""
         pool = self._pool
@@ -70,22 +78,40 @@ class RowReader:
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
-        return self._pool.keys_of(self._pool.keys.flatten(1, 2)[:, self.slots(start, stop)])
+        if self.decodes:
+            return self._decoded(self._pool.keys, start, stop, turned=True)
+        return self._pool.keys_of(self._pool.read(self._pool.keys, self.slots(start, stop)))
+
+    def turned_keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """As ``keys``, of a reader that ``decodes``, turned as they are stored: for queries that are turned."""
+        return self._decoded(self._pool.keys, start, stop)
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        if self.decodes:
+            return self._decoded(self._pool.values, start, stop)
         return self._pool.values_of(self.stored_values(start, stop))
+
+    def _decoded(self, pool: Tensor, start: int, stop: int | None, turned: bool = False) -> Tensor:
+        stop, size = self.length if stop is None else stop, self.page_size
+        first = start // size
+        pages = self.pages(first, -(-stop // size))
+        tokens = read_pages(codes_of(pool), pages, self._pool.dtype, turned=turned).flatten(1, 2)
+        return tokens[:, start - first * size : stop - first * size]
 
     def stored_values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """As ``values``, in the form in which they are stored, [num_kv_heads, stop - start, width]."""
-        return self._pool.values.flatten(1, 2)[:, self.slots(start, stop)]
+        return self._pool.read(self._pool.values, self.slots(start, stop))
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens in the form in which they are stored, each [num_kv_heads, length, width]."""
-        return self._pool.keys.flatten(1, 2)[:, self.slots(0, None)], self.stored_values()
+        return self._pool.read(self._pool.keys, self.slots(0, None)), self.stored_values()
 
     def consecutive(self, stop: int) -> list[tuple[int, int]]:
-        """Positions 0 to stop, cut where one page is not behind the other in the pool; never cut in a steady one."""
+        """Positions 0 to stop, cut where one page is not behind the other in the pool, but in a steady one; where a
+        reader decodes, cut so that what is decoded at once takes little memory."""
+        if self.decodes:
+            return [(start, min(start + DECODED_TOKENS, stop)) for start in range(0, stop, DECODED_TOKENS)]
         if self._table.kv.steady:
             return [(0, stop)]
         stops = accumulate((run.num_pages * self.page_size for run in self._table.runs(self._row)), initial=0)
@@ -129,9 +155,20 @@ class RowReader:
         return self._pool.keys_of(rows)
 
     def paged(self) -> Rows:
-        """The pools, and the sequence's pages in them."""
-        keys, values = self._pool.keys, self._pool.values
-        return Rows(keys, values, self._table.pages_on(self._row, keys.device))
+        """The pools, and the sequence's pages in them; what is in 8 bits is decoded."""
+        keys, values = self._pool.as_read
+        pages = self._table.pages_on(self._row, keys.device)
+        if not self.decodes:
+            return Rows(keys, values, pages)
+        sizes, dtype = (len(keys), len(pages), *keys.shape[2:]), self._pool.dtype
+        new_keys, new_values = (pool.new_empty(sizes, dtype=dtype) for pool in (keys, values))
+        step = max(1, DECODED_TOKENS // self.page_size)
+        for first in range(0, len(pages), step):
+            some = slice(first, first + step)
+            there = pages[some].long()
+            new_keys[:, some] = read_pages(keys, there, dtype, turned=True)
+            new_values[:, some] = read_pages(values, there, dtype)
+        return Rows(new_keys, new_values, torch.arange(len(pages), dtype=torch.int32, device=pages.device))
 
     def counted(self, remembered: Tensor) -> Tensor:
         """The tensor itself."""
@@ -183,6 +220,10 @@ class RowReader:
         return self.physical(granules, per_page) + heads
 
     def _gathered(self, pool: Tensor, index: Tensor, granule_size: int) -> Tensor:
+        if self._pool.by_page:
+            slots = (index.unsqueeze(-1) * granule_size + torch.arange(granule_size, device=index.device)).flatten(1)
+            pages, num_pages = slots // self.page_size, pool.shape[1]
+            return read_rows(codes_of(pool), pages % num_pages, slots % self.page_size, pages // num_pages)
         # one index_select over rows of granule_size tokens: each is one contiguous copy
         chosen = pool.view(-1, granule_size * pool.shape[3]).index_select(0, index.flatten())
         return chosen.view(index.shape[0], -1, pool.shape[3])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.decode import DecodeRecipe
-from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, weight_bytes
+from kvsift_lab.bench.decode_case import DecodeCase, filled_caches, pool_bytes, weight_bytes
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
@@ -17,6 +17,7 @@ from models.quantized_files import stay_everywhere
 from kvsift.errors import InputError
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.scaled_linear import ScaledLinear
+from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
@@ -75,9 +76,12 @@ def test_rounded_weights_count_with_their_scales(monkeypatch: pytest.MonkeyPatch
         replace(SMALL, quantize="int3")
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
-def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
-    caches = filled_caches(model, plan, 256, 2, steps=4)
+def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, kv_dtype: str, model: Any) -> None:
+    place = Placement(kv_dtype=kv_dtype)
+    caches = filled_caches(model, plan, 256, 2, 4, place)
+    assert caches[0].num_bytes <= 1.1 * pool_bytes(model.config, plan, 256, 2, 4, model.dtype, place)
     case = DecodeCase.of(model, FusedStep(model), caches, plan, capture=False)
     for _ in range(2):  # the second time begins where the first began
         seconds, tallies, tokens = decode_rows(case, 256, 4)
@@ -85,7 +89,7 @@ def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, mo
         assert [len(row) for row in tokens] == [5, 5]
         assert [tally.context_tokens for tally in tallies] == [3 * (257 + 258 + 259 + 260)] * 2
         assert all(tally.sparse_queries == 4 for tally in tallies)
-    assert torch.isfinite(caches[0].attentions[0].store.keys).all()
+    assert torch.isfinite(caches[0].attentions[0].store.keys.float()).all()
 
 
 def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,8 +197,8 @@ def add_blocks(stats: RunStats, layers: Sequence[SparseAttention], blocks: Seque
 
 def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> int:
     """Count steps at these lengths; the bytes of keys and values that they read."""
-    shape, keys = layer.shape, layer.kv.keys
-    tally, per_head = stats.tally(shape.layer, "decode"), 2 * shape.head_dim * keys.element_size()
+    shape = layer.shape
+    tally, per_head = stats.tally(shape.layer, "decode"), 2 * layer.kv.vector_bytes
     per_token = shape.num_kv_heads * per_head
     tally.queries += len(lengths)
     tally.context_tokens += int(lengths.sum())

@@ -48,7 +48,7 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
     shape = slots.layers[0].shape
     queries = torch.randn(
         slots.num_slots, shape.num_query_heads, shape.head_dim,
-        dtype=slots.layers[0].kv.keys.dtype, device=slots.tokens.device,
+        dtype=slots.dtype, device=slots.tokens.device,
     )  # fmt: skip
     slots.assign([], 0)
     times = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsift.engine.graphs.accounting import CapturedSequence
 from kvsift.engine.graphs.slots import CapturedStep, Slots
+from kvsift.kernels.coded_pages import read_pages
 from kvsift.layer.paged_decode import DecodeLayer
 from kvsift.layer.probe import probe as compare
 from kvsift.types import Selection
@@ -75,7 +76,7 @@ def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple
     assert layer.lists is not None
     units, counts = (each[slot] for each in layer.lists)
     physical = layer.kv.table[slot, : -(-length // layer.kv.page_size)].long()
-    keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
+    keys = read_pages(layer.kv.keys, physical, turned=True).flatten(1, 2)[:, :length]
     listed = torch.arange(units.shape[1], device=units.device) < counts.unsqueeze(1)
     selection = Selection(units.long().masked_fill(~listed, -1), layer.batch.unit_size)
     return compare(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)

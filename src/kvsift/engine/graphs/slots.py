@@ -128,6 +128,11 @@ class Slots:
         return len(self.tokens)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the model's keys, whatever they are stored in."""
+        return self._attentions[0].like.dtype
+
+    @property
     def over_bus(self) -> bool:
         """Whether steps read keys and values in host memory from a device."""
         return any(attention.store.is_remote for attention in self._attentions)

@@ -3,6 +3,7 @@
 
 constexpr int QUERY_ROW = D + 32;  // numbers; two rows are read without a conflict
 constexpr int CHAINS = 4;          // products of keys that do not wait for one another
+constexpr float CODE_UNIT = CODED ? 128.f : 1.f;  // weights times scales times this are as large as weights of numbers
 constexpr int QUERY_NUMBERS = HEAD_TILES * 8 * QUERY_ROW;
 
 // The queries of a row as they are, zero beyond the last.
@@ -10,6 +11,22 @@ __device__ __forceinline__ void place_query(u16 *queries, int g, int d, u16 bits
 __device__ __forceinline__ void place_queries(u16 *queries, const u16 *from) {
     for (int i = threadIdx.x; i < HEAD_TILES * 8 * D; i += THREADS)
         place_query(queries, i / D, i % D, i < G * D ? from[i] : (u16)0);
+}
+
+// The same, turned as keys in 8 bits are.
+__device__ __forceinline__ void turn_queries(u16 *queries) {
+    int lane = threadIdx.x & 31;
+    __syncthreads();
+    for (int g = threadIdx.x / 32; g < G; g += WARPS) {
+        u16 *own = queries + g * QUERY_ROW + lane;
+        float x[D / 32];
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) x[i] = as_float(own[i * 32]);
+        turn(x);
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) own[i * 32] = rounded(x[i]);
+    }
+    __syncthreads();
 }
 
 // Which of eight tokens this lane's part i is of, and where in the token's row; parts of values are behind those of keys.
@@ -41,6 +58,14 @@ struct Copied {
     }
 };
 
+// The scales of a stage, of eight keys and of eight values, that this lane needs.
+__device__ __forceinline__ Scales scales_of(const char *stage) {
+    Scales scales;
+    const float *own = (const float *)stage + threadIdx.x % 4 * 2;
+    if (CODED) scales.keys = *(const float2 *)own, scales.values = *(const float2 *)(own + UNIT);
+    return scales;
+}
+
 // Lane 4 r + t has logits of head r and of tokens 2t and 2t + 1, but sums of heads 2t and 2t + 1 and of channels 8 r to
 // 8 r + 7 of every 64.
 struct Softmax {
@@ -61,9 +86,11 @@ struct Softmax {
 
     // All parts of the first `seen` of eight tokens, at least one; row(i) is part i of this lane.
     template <typename Row>
-    __device__ __forceinline__ void add(const u16 *queries, int seen, float scale, float softcap, Row row) {
+    __device__ __forceinline__ void add(
+        const u16 *queries, int seen, float scale, float softcap, Row row, const Scales &scales
+    ) {
         add_parts<0, PARTS>(queries, row);
-        weigh(seen, scale, softcap);
+        weigh(seen, scale, softcap, scales);
         add_parts<PARTS, 2 * PARTS>(queries, row);
     }
 
@@ -102,7 +129,8 @@ struct Softmax {
         }
     }
 
-    __device__ __forceinline__ void weigh(int seen, float scale, float softcap) {
+    // ``scales`` are those of codes, of this lane's two tokens.
+    __device__ __forceinline__ void weigh(int seen, float scale, float softcap, const Scales &scales) {
         int lane = threadIdx.x & 31, token = lane % 4 * 2;
         mask = (token < seen ? 0xffffu : 0) | (token + 1 < seen ? 0xffff0000u : 0);
         float shrink[HEAD_TILES];
@@ -116,6 +144,7 @@ struct Softmax {
 #pragma unroll
                 for (int chain = 0; chain < CHAINS; ++chain) sum += sums[chain][2 * tile + j];
                 sum *= scale;
+                if (CODED) sum *= j ? scales.keys.y : scales.keys.x;
                 if (CAPPED) sum = softcap * tanhf(sum / softcap);
                 logits[j] = token + j < seen ? sum * LOG2E : NEGATIVE_INFINITY;
             }
@@ -127,6 +156,10 @@ struct Softmax {
             same &= top[tile] == best;
             float one = exp2f(logits[0] - best), two = exp2f(logits[1] - best);
             top[tile] = best, total[tile] = total[tile] * shrink[tile] + (one + two);
+            if (CODED) {  // what was never written may be NaN
+                one *= token < seen ? scales.values.x * CODE_UNIT : 0.f;
+                two *= token + 1 < seen ? scales.values.y * CODE_UNIT : 0.f;
+            }
             weights[tile] = rounded2(one, two);
         }
         if (__all_sync(~0u, same)) return;

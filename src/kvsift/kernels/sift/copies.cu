@@ -10,6 +10,10 @@ __device__ __forceinline__ void copy_packed(u32 to, const void *from) {
     if (sizeof(Packed) == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
+// A stage's scales, behind its rows: those of eight keys and of eight values, by a lane each.
+__device__ __forceinline__ void copy_scale(u32 to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

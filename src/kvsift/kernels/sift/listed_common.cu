@@ -1,6 +1,7 @@
 // Constants, arguments and shared memory of attention over given lists.
 
-constexpr int STAGE_BYTES = UNIT * 2 * D * sizeof(Packed) / 8;  // keys and values
+constexpr int ROWS_BYTES = UNIT * 2 * D * sizeof(Packed) / 8;   // keys and values
+constexpr int STAGE_BYTES = ROWS_BYTES + (CODED ? 8 * UNIT : 0);  // and their scales
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;                // of a warp
 
 struct Arguments {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void merge_cluster(const Arguments &a, const Shared &
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 : 1) listed(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
     __shared__ Shared s;
-    int thread = threadIdx.x, warp = thread / 32;
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     int row = blockIdx.x / MEMBERS, member = blockIdx.x % MEMBERS;
     int batch = row / a.num_kv_heads, head = row % a.num_kv_heads, length = a.lengths[batch];
     if (a.dense_below && length < a.dense_below[batch]) {  // the kernel behind this one waits for all before
@@ -73,6 +73,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
     const char *keys = (const char *)a.keys + head * a.key_head, *values = (const char *)a.values + head * a.value_head;
     auto request = [&](int item) {
         u32 to = shared_address(ring + item % STAGES * STAGE_BYTES);
+        if (CODED && lane < 2 * UNIT) {
+            int at = min((warp + item * WARPS) * UNIT + lane % UNIT, held - 1), slot = own[at] % PAGE;
+            i64 page = physical[at];
+            const char *start = lane < UNIT ? keys + page * a.key_page : values + page * a.value_page;
+            copy_scale(to + ROWS_BYTES + lane * 4, start + SCALES_OF_PAGE + slot * 4);
+        }
 #pragma unroll
         for (int i = 0; i < 2 * PARTS; ++i) {
             Copied part(i);
@@ -97,16 +103,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
 #pragma unroll 1
     for (int i = ready; i < stages; ++i) request(i);
     commit();
-    __syncthreads();
+    if (CODED) turn_queries(s.queries);
+    else __syncthreads();
     Softmax softmax;
     softmax.clear();
+#pragma unroll 1
     for (int i = 0; i < items; ++i) {
         if (i == 0) wait_for_all_but<0>();
         else wait_for_all_but<STAGES - 1>();
-        const Packed *from = (const Packed *)(ring + i % STAGES * STAGE_BYTES);
-        softmax.add(s.queries, min(UNIT, held - (warp + i * WARPS) * UNIT), a.scale, a.softcap, [=](int j) {
-            return from[slot_of(j)];
-        });
+        const char *stage = ring + i % STAGES * STAGE_BYTES;
+        const Packed *from = (const Packed *)stage;
+        softmax.add(
+            s.queries, min(UNIT, held - (warp + i * WARPS) * UNIT), a.scale, a.softcap,
+            [=](int j) { return from[slot_of(j)]; }, scales_of(stage + ROWS_BYTES)
+        );
         __syncwarp();
         if (i + STAGES < items) request(i + STAGES);
         commit();

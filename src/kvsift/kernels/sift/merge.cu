@@ -21,6 +21,7 @@ __device__ __forceinline__ void weigh(int parts, Top top, Total total, float *we
 __device__ __forceinline__ void leave_record(float *record, Shared &s, float *parts, Softmax &softmax, u32 seen) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, group = lane / 4, t = lane % 4;
     float *own = parts + warp * PART;
+    constexpr float U = 1.f / CODE_UNIT;
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
         float total = softmax.total[tile];
@@ -36,7 +37,7 @@ __device__ __forceinline__ void leave_record(float *record, Shared &s, float *pa
             for (int n = 0; n < D / 16; n += 2) {
                 const auto &one = softmax.acc[tile][n], &two = softmax.acc[tile][n + 1];
                 *(float4 *)(own + g * D + n / 4 * 64 + group * 8 + n % 4 * 2) =
-                    make_float4(one[j], one[2 + j], two[j], two[2 + j]);
+                    make_float4(one[j] * U, one[2 + j] * U, two[j] * U, two[2 + j] * U);
             }
         }
     }

@@ -3,6 +3,8 @@
 struct Attender {
     static constexpr int STEP = 32 * sizeof(Packed);  // bytes that a warp copies at a time
     static constexpr int STAGE_PARTS = 2 * PARTS < 8 ? 2 * PARTS : 8, PIECES = 2 * PARTS / STAGE_PARTS;
+    static constexpr int ROWS = STAGE_PARTS * STEP;  // bytes of a stage, behind which scales lie
+    static_assert(ROWS + (CODED ? 8 * UNIT : 0) <= STAGE_BYTES, "a stage has no room for scales");
     const Arguments &a;
     const Shared &s;
     char *ring;
@@ -29,17 +31,23 @@ struct Attender {
             i64 at = (token + part.token) * (key ? a.key_token : a.value_token) + part.byte;
             copy_packed(to + part.slot * (int)sizeof(Packed), (key ? keys : values) + at);
         }
+        if (CODED && lane < 2 * UNIT)
+            copy_scale(
+                shared_address(ring + stage % STAGES * STAGE_BYTES + ROWS + lane * 4),
+                (lane < UNIT ? keys : values) + SCALES_OF_PAGE + (token + lane % UNIT) * 4
+            );
     }
 
     template <int PIECE = 0> __device__ __forceinline__ void consume(int stage, int seen, Softmax &softmax) {
         const Packed *from = (const Packed *)(ring + stage % STAGES * STAGE_BYTES) - PIECE * STAGE_PARTS * 32;
         auto row = [=](int i) { return from[slot_of(i)]; };
+        Scales scales = scales_of(ring + stage % STAGES * STAGE_BYTES + ROWS);
         if constexpr (PIECES == 1) {
-            softmax.add(s.queries, seen, a.scale, a.softcap, row);
+            softmax.add(s.queries, seen, a.scale, a.softcap, row, scales);
         } else if constexpr (PIECE < PIECES) {
             if (stage % PIECES != PIECE) return consume<PIECE + 1>(stage, seen, softmax);
             softmax.add_parts<PIECE * STAGE_PARTS, (PIECE + 1) * STAGE_PARTS>(s.queries, row);
-            if (PIECE == PIECES / 2 - 1) softmax.weigh(seen, a.scale, a.softcap);
+            if (PIECE == PIECES / 2 - 1) softmax.weigh(seen, a.scale, a.softcap, scales);
         }
     }
 };

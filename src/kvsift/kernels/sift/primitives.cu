@@ -71,8 +71,23 @@ __device__ __forceinline__ u32 from_half2(u32 pair) {
     return HALF ? pair : to_bfloat2(from_half(pair & 0xffff), from_half(pair >> 16));
 }
 
+// Two pairs from four whole numbers of a byte each. Behind this prefix the lower seven bits are a number 2^p + x, and the
+// sign 2^p or 2^p + 128: their difference is exact.
+__device__ __forceinline__ u32 pair_of_codes(u32 four, u32 selector) {
+    u32 both = __byte_perm(four, HALF ? 0x64646464u : 0x43434343u, selector), pair;
+    u32 lower = both & 0xff7fff7fu, sign = both & 0xff80ff80u;
+    if (HALF) asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(lower), "r"(sign));
+    else asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(lower), "r"(sign));
+    return pair;
+}
+
 __device__ __forceinline__ uint4 pairs_of(const uint2 &packed) {
     uint4 pairs;
+    if (CODED)
+        return make_uint4(
+            pair_of_codes(packed.x, 0x4140), pair_of_codes(packed.x, 0x4342), pair_of_codes(packed.y, 0x4140),
+            pair_of_codes(packed.y, 0x4342)
+        );
     widen(packed.x, pairs.x, pairs.y), widen(packed.y, pairs.z, pairs.w);
     return make_uint4(from_half2(pairs.x), from_half2(pairs.y), from_half2(pairs.z), from_half2(pairs.w));
 }
@@ -100,6 +115,37 @@ __device__ __forceinline__ void multiply8(float (&sums)[4], u32 a0, u32 a1, u32 
         asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
             : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
             : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// Scales of a page in 8 bits lie behind its codes (kernels/coded_pages.py).
+constexpr int SCALES_OF_PAGE = PAGE * D;
+struct Scales {
+    float2 keys, values;  // of two tokens
+};
+
+// A warp's vector times the rotation of kernels.sketch: channel 32 i + lane is x[i].
+__device__ __forceinline__ void turn(float (&x)[D / 32]) {
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+        u32 channel = i * 32 + lane;
+        x[i] = (channel * 0x9E3779B1u >> 15 & 1 ? -x[i] : x[i]) * rsqrtf((float)D);
+    }
+#pragma unroll
+    for (int bit = 1; bit < 32; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            float other = __shfl_xor_sync(~0u, x[i], bit);
+            x[i] = lane & bit ? other - x[i] : other + x[i];
+        }
+#pragma unroll
+    for (int bit = 1; bit < D / 32; bit <<= 1)
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i)
+            if (!(i & bit)) {
+                float one = x[i], other = x[i | bit];
+                x[i] = one + other, x[i | bit] = one - other;
+            }
 }
 
 // What is read once must not push tables, scores and code out of the L2 cache.

@@ -8,9 +8,9 @@
 //      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
-// HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), REST (estimate what is not visible),
-// SPILL (1: weights lie in global memory, 2: bases too, 3: unseen and scales too), WARPS, CAPACITY of a list and LIST in
-// shared memory, MORE floats of a record, CAPPED, SINK.
+// HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), CODED (which are codes with scales), REST
+// (estimate what is not visible), SPILL (1: weights lie in global memory, 2: bases too, 3: unseen and scales too),
+// WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
 
 // This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
 __device__ __forceinline__ int list_ends(
@@ -35,6 +35,7 @@ struct Gather {
     int listed, unit;
     const char *keys, *values;
     Packed rows[AHEAD];
+    Scales scales;
 
     __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
         : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
@@ -53,14 +54,27 @@ struct Gather {
     __device__ __forceinline__ void request() {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) rows[i] = load(i);
+        if (CODED) {
+            int token = threadIdx.x % 4 * 2;
+            scales.keys = make_float2(load_scale(keys, a.key_page, token), load_scale(keys, a.key_page, token + 1));
+            scales.values =
+                make_float2(load_scale(values, a.value_page, token), load_scale(values, a.value_page, token + 1));
+        }
+    }
+
+    __device__ __forceinline__ float load_scale(const char *rows, i64 page_bytes, int token) const {
+        int at = min(unit + token, listed - 1);
+        const char *scales = rows + arrays.physical[at] * page_bytes + SCALES_OF_PAGE;
+        return __ldcs((const float *)scales + arrays.listed[at] % PAGE);
     }
 
     __device__ __forceinline__ void attend(const Shared &s, Softmax &softmax) {
 #pragma unroll 1
         while (unit < listed) {
-            softmax.add(s.queries, min(UNIT, listed - unit), a.scale, a.softcap, [&](int i) {
-                return i < AHEAD ? rows[i % AHEAD] : load(i);
-            });
+            softmax.add(
+                s.queries, min(UNIT, listed - unit), a.scale, a.softcap,
+                [&](int i) { return i < AHEAD ? rows[i % AHEAD] : load(i); }, scales
+            );
             unit += WARPS * UNIT;
             if (unit < listed) request();
         }
@@ -99,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     asm volatile("griddepcontrol.launch_dependents;");
     place_queries(s.queries, a.queries + (i64)row * G * D);
     rotate_queries(a, s, row);
+    if (CODED) turn_queries(s.queries);
 
     int *list = a.tokens + (i64)row * CAPACITY;
     int listed = 0;

@@ -23,23 +23,9 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         for (int i = 0; i < D / 32; ++i) {
             u32 channel = i * 32 + lane;
             float q = g < G ? as_float(a.queries[((i64)row * G + g) * D + channel]) * a.scale : 0.f;
-            x[i] = (channel * 0x9E3779B1u >> 15 & 1 ? -q : q) * rsqrtf((float)D);
+            x[i] = q;
         }
-#pragma unroll
-        for (int bit = 1; bit < 32; bit <<= 1)
-#pragma unroll
-            for (int i = 0; i < D / 32; ++i) {
-                float other = __shfl_xor_sync(~0u, x[i], bit);
-                x[i] = lane & bit ? other - x[i] : other + x[i];
-            }
-#pragma unroll
-        for (int bit = 1; bit < D / 32; bit <<= 1)
-#pragma unroll
-            for (int i = 0; i < D / 32; ++i)
-                if (!(i & bit)) {
-                    float one = x[i], other = x[i | bit];
-                    x[i] = one + other, x[i | bit] = one - other;
-                }
+        turn(x);
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) largest = fmaxf(largest, fabsf(x[i])), square += x[i] * x[i];
         largest = fmaxf(warp_max(largest), 1e-30f);

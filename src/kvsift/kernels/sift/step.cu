@@ -9,9 +9,9 @@
 // no barrier stands between memory and arithmetic.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, FIRST_FEATURE and SECOND_FEATURE of the
-// summary kind, HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), FP8 (summary rows of one),
-// WARPS, STAGES, KEYS, CAPACITY of a list, CAPPED, SINK. Budgets (as spans) and whether a sequence takes part
-// (dense_below) are its own, read on the device.
+// summary kind, HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), CODED (which are codes with
+// scales), FP8 (summary rows of one), WARPS, STAGES, KEYS, CAPACITY of a list, CAPPED, SINK. Budgets (as spans) and
+// whether a sequence takes part (dense_below) are its own, read on the device.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
         place_feature(s, i / D, D + i % D, second_feature(q));
     }
     __syncthreads();
+    if (CODED) turn_queries(s.queries);  // for the attention, while summaries are on their way
     {
         uint4 features[HELD ? STEPS : 1];
 #pragma unroll
