@@ -87,11 +87,7 @@ FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": 32}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-<<<<<<< HEAD
     [("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL)],
-=======
-    [("Qwen3Moe", {}), ("Gemma2", FULL), ("GptOss", FULL)],
->>>>>>> 5d7c4e28 (tests, docs: run every family of models, and say on a page what it can do)
 )
 def test_other_architectures_take_steps_by_their_own_forward(
     family: str, settings: dict[str, Any], tmp_path: Path
