@@ -128,7 +128,6 @@ def test_models_of_every_kind_of_layer(family: str, plan: str, tmp_path: Path, r
         if family == "gpt_oss"
         else request.getfixturevalue(family)
     )
-    plan = plan.replace("layers=none", "layers=0")
     llm = LLM(directory, plan, chunk_size=256)
     document = llm.read(TEXT)
     expected = logits(llm, document, plan)

@@ -30,15 +30,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},  # sink logits
 }
-TEXT_CONFIGS = (
-    "Gemma3",
-    "Gemma3n",
-    "Gemma4",
-    "Qwen3_5",
-    "Qwen3_5Moe",
-)  # families whose plain name is that of a multimodal configuration
+# families whose plain name is that of a multimodal configuration
+TEXT_CONFIGS = "Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe"
 # What a cache can tell apart: full attention alone, sliding layers beside it, and these with sink logits. Tests of what
-# caches go through take these; that each family attends as it should is the matter of tests over FAMILIES.
+# caches go through take these; that each family attends as it should is the matter of ``test_families``.
 CACHED = ["Llama", "Gemma2", "GptOss"]
 WITH_SLIDING_LAYERS = [name for name, changes in FAMILIES.items() if "layer_types" in changes]
 SIZES = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
 from kvsift.kernels import page_summary
-from kvsift_lab.docs import quality, real_model, speed
+from kvsift_lab.docs import models, quality, real_model, speed
 from kvsift_lab.eval.tasks import TASKS
 from kvsift_lab.numbers import table
 
@@ -103,7 +103,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/concepts.md": {"kinds": summary_kinds},
     "docs/tasks.md": {"tasks": task_table},
 }
-for _file, _own in [*quality.BLOCKS.items(), *real_model.BLOCKS.items(), *speed.BLOCKS.items()]:
+for _file, _own in [*models.BLOCKS.items(), *quality.BLOCKS.items(), *real_model.BLOCKS.items(), *speed.BLOCKS.items()]:
     BLOCKS[_file] = {**BLOCKS.get(_file, {}), **_own}
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from models.tiny import (
     CACHED,
-    FAMILIES,
     SPARSE,
     VERSION,
     WITH_SLIDING_LAYERS,
@@ -39,7 +38,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize(("family", "plan"), in_turns(["Llama"], list(PLANS)) + [(each, "quest") for each in FAMILIES])
+@pytest.mark.parametrize(("family", "plan"), in_turns(["Llama"], list(PLANS)) + [(each, "quest") for each in CACHED])
 def test_a_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(family: str, plan: str) -> None:
     model = tiny(family)
     with kvsift.sparse(model, PLANS[plan]) as run:
@@ -52,7 +51,7 @@ def test_a_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(family: str, plan
 
 
 # 149 leaves one token for the last chunk; chunks of 1 are prefill too
-@pytest.mark.parametrize(("family", "size"), in_turns(FAMILIES, [7, 64, 149, 150, 1]))
+@pytest.mark.parametrize(("family", "size"), in_turns(CACHED, [7, 64, 149, 150, 1]))
 def test_chunked_prefill_changes_no_token(family: str, size: int) -> None:
     model = tiny(family)
     with kvsift.sparse(model, SPARSE) as run:
