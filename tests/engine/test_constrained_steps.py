@@ -1,7 +1,6 @@
 """Steps that choose tokens themselves answer under grammars, penalties and biases as composed ones do; on a CPU they
 run without graphs."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from engine.apart import DEVICES
+from engine.loop_sequences import alone, new_loop, together, tokens
 from engine.test_grammars import PERSON, drawn_schema, fault_in
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
 
 from kvsift import LLM, Grammar, Sampling
 from kvsift.api.answer import Answer
-from kvsift.engine.graphs.slots import Slots
+from kvsift.engine.graphs import sequence_groups
+from kvsift.engine.graphs.slots import CapturedStep, Slots, StepKind
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.sampling import ConstrainedChooser
 
 QUEST = "quest:budget=64:window=16:dense_layers=0"
@@ -112,18 +114,22 @@ def test_drawn_answers_are_valid_under_generated_schemas(both: tuple[LLM, LLM]) 
 def test_others_take_plain_steps_again_once_the_constrained_one_has_ended(
     both: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds, run = [], Slots.run
+    kinds, run = list[bool](), Slots.run
 
-    def noted(slots: Slots, kind: Any, number: int) -> Any:
+    def noted(slots: Slots, kind: StepKind, number: int) -> CapturedStep:
         kinds.append(kind.constrained)
         return run(slots, kind, number)
 
     monkeypatch.setattr(Slots, "run", noted)
-    short = both[0].submit if hasattr(both[0], "submit") else None
-    assert short is None
-    sampling = [Sampling(), Sampling(presence_penalty=1.0)]
-    both[0].generate(TEXTS[:2], max_new_tokens=600, sampling=sampling, stop=None)
-    assert kinds[0]
+    monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
+    llm, constrained = both[0], Sampling(presence_penalty=1.0)
+    new_loop(llm)
+    cases = [(TEXTS[0], QUEST, 24), (TEXTS[1], QUEST, 24), (TEXTS[2], QUEST, 8, constrained)]
+    seqs = together(llm, cases)
+    assert [len(tokens(seq)) for seq in seqs] == [24, 24, 8]
+    assert 8 <= sum(kinds) < 12
+    assert not any(kinds[-8:])
+    assert tokens(seqs[0]) == tokens(alone(llm, *cases[0]))
 
 
 @pytest.mark.usefixtures("eager_pace")
@@ -131,15 +137,14 @@ def test_others_take_plain_steps_again_once_the_constrained_one_has_ended(
 @pytest.mark.parametrize("grammar", [None, GRAMMARS[0], GRAMMARS[1]], ids=["free", "json", "regex"])
 def test_exact_answers_are_those_of_dense_decoding(exact: LLM, sampling: Sampling, grammar: Grammar | None) -> None:
     options: dict[str, Any] = {"sampling": sampling, "grammar": grammar, "max_new_tokens": 40}
-    dense, drafted = (exact.generate(TEXTS[0], **options, **how) for how in (DENSE, {"plan": EXACT, "exact": True}))
+    dense, drafted = (
+        exact.generate(TEXTS[0], **{"plan": "dense", **options, **how}) for how in ({}, {"plan": EXACT, "exact": True})
+    )
     assert told([drafted]) == told([dense])
     assert drafted.path == dense.path == exact.fast_path.name
     assert drafted.exact["drafted"] + drafted.exact["repeated"] > 0
     together = exact.generate(TEXTS[:3], plan=EXACT, exact=True, **options)
     assert told(together[:1]) == told([dense])
-
-
-DENSE = {"plan": "dense"}
 
 
 @pytest.mark.usefixtures("eager_pace")
@@ -165,7 +170,7 @@ def test_deterministic_answers_are_those_of_composed_steps(exact: LLM, both: tup
 def test_masks_follow_drafts_that_may_come(both: tuple[LLM, LLM]) -> None:
     llm = both[0]
     tokens = [llm.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "abz"]
-    options = llm.request([0], llm.plan, _options(grammar=Grammar.regex("ab|ba")))
+    options = llm.request([0], llm.plan, GenerateOptions(max_new_tokens=9, grammar=Grammar.regex("ab|ba")))
     chooser = options.chooser(torch.device("cpu"))
     assert isinstance(chooser, ConstrainedChooser)
 
@@ -183,12 +188,6 @@ def test_masks_follow_drafts_that_may_come(both: tuple[LLM, LLM]) -> None:
     assert may([]) == [False, True, False]
 
 
-def _options(**given: Any) -> Any:
-    from kvsift.engine.options import GenerateOptions
-
-    return GenerateOptions(max_new_tokens=9, **given)
-
-
 def test_a_grammar_that_fails_ends_its_answer_alone(both: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     mask = ConstrainedChooser.mask
 
@@ -201,7 +200,7 @@ def test_a_grammar_that_fails_ends_its_answer_alone(both: tuple[LLM, LLM], monke
     options: dict[str, Any] = {"grammar": GRAMMARS[1], "max_new_tokens": 30}
     with pytest.raises(ValueError, match="it fails"):
         both[0].generate(TEXTS[:2], sampling=[Sampling(1.0, seed=7), Sampling()], **options)
-    assert json.dumps(told(both[0].generate(TEXTS[:2], **options)))
+    assert told(both[0].generate(TEXTS[:2], **options)) == told(both[1].generate(TEXTS[:2], **options))
 
 
 def test_what_keeps_probabilities_is_refused_as_before(both: tuple[LLM, LLM]) -> None:
