@@ -193,18 +193,21 @@ class BlockGroup(Group[SequenceBlocks]):
         blocks = self._blocks_of(seqs, list(fed.values()))
         slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
         clock = Clock(slots.tokens.device)
+        drafted = torch.empty(0) if drafts is None else to_host(drafts.tokens)
+        clock_of_drafts = Clock(slots.tokens.device)
         slots.run(kind, 0)
         if kind.constrained:
-            read = [] if drafts is None else drafts.tokens.tolist()  # which the host has waited for
-            slots.choose(kind, 0, self._constraints_of(slots, seqs, [_resolved(fed[seq], read) for seq in seqs]))
-        on_host = [to_host(each) for each in (slots.results[:2], *([] if drafts is None else [drafts.tokens]))]
+            clock_of_drafts.wait()  # the verification runs on
+            tokens_fed = [_resolved(fed[seq], drafted.tolist()) for seq in seqs]
+            slots.choose(kind, 0, self._constraints_of(slots, seqs, tokens_fed))
+        on_host = to_host(slots.results[:2])
         clock.mark()
         after = None
         goes_on = drafts is not None and len(places) == len(seqs) and not kind.constrained
         if drafts is not None and goes_on and self._go_on(slots, drafts, counts):
             after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
-        every, read = tokens_of(on_host[0]), [] if drafts is None else on_host[1].tolist()
+        every, read = tokens_of(on_host), drafted.tolist()
         chosen = [every[first : first + BLOCK] for first in range(0, len(every), BLOCK)]
         proposed = [_resolved(fed[seq][1:], read) for seq in seqs]
         following = self._following(seqs, proposed, chosen)
