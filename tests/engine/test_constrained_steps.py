@@ -34,6 +34,11 @@ SAMPLINGS = [
 GRAMMARS = [Grammar.json(PERSON), Grammar.regex("[a-f ]{3,30}[.]"), Grammar.json(drawn_schema(random.Random(3)))]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Not here."""
+
+
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
