@@ -32,6 +32,7 @@ PLANS = [
 ]
 KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall")
 GREEDY = Sampling()
+PENALISED = Sampling(0.9, seed=6, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={80: 1.5})
 
 
 def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options: Any) -> LLM:
@@ -118,7 +119,7 @@ def history(llm: LLM, rng: random.Random) -> list[tuple[EngineSequence, tuple[An
 
     def act() -> None:
         if rng.random() < 0.3 and len(seqs) < 8:
-            sampling = rng.choice([GREEDY, Sampling(1.1, 0.9, seed=4)])
+            sampling = rng.choice([GREEDY, Sampling(1.1, 0.9, seed=4), PENALISED])
             case = text_of(rng.choice([70, 200, 250, 330])), rng.choice(PLANS), rng.choice([1, 2, 7, 30]), sampling
             seq = new_sequence(llm, *case, client=str(rng.randint(0, 1)))
             llm.loop.submit(seq)

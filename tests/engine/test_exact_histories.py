@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from engine.loop_sequences import GRID, new_loop, new_sequence, take_steps, tokens
+from engine.loop_sequences import GRID, PENALISED, new_loop, new_sequence, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
@@ -16,7 +16,7 @@ from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
-SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4), PENALISED]
 SEQUENCES, NEW = 8, 36
 
 pytestmark = pytest.mark.usefixtures("eager_pace")

@@ -55,6 +55,8 @@ HISTORIES = int(30 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 class Recorded:
     """An output that takes the likeliest token and remembers the logits."""
 
+    constraint = None
+
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.logits, self.tokens, self.num_prefilled = num_tokens, [], [], 0
         self.logits: list[Tensor]

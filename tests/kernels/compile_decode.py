@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.block_attention import block_attention_triton
 from kvsift.kernels.block_pages import BlockPages, place_pages_triton
+from kvsift.kernels.constrain_logits import constrain_logits_triton
 from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_attention import page_attention_triton
 from kvsift.kernels.page_summary import SUMMARIES, row_format
@@ -118,6 +119,9 @@ def launch_usual() -> None:
     launch_all(CASES, SKETCHES)
     launch_in_8_bits()
     launch_over_blocks()
+    words, penalties = torch.zeros(8, 4008, dtype=torch.int32), torch.ones(3, 8)
+    logits, counts = torch.zeros(8, 128256), torch.zeros(8, 128256, dtype=torch.int32)
+    constrain_logits_triton(logits, counts, penalties, torch.zeros_like(logits), words)
 
 
 if __name__ == "__main__":

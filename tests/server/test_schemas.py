@@ -128,7 +128,7 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         ({"structured_outputs": {}}, "structured_outputs", "must have one of json, json_object, regex, choice"),
         ({"structured_outputs": {"regexp": "a"}}, "regexp", "did you mean 'regex'"),
         ({"structured_outputs": {"regex": "a"}, "response_format": JSON_OBJECT}, None, "give one of them"),
-        ({"response_format": JSON_OBJECT, "tools": [TOOL]}, None, "give tool_choice='none'"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, None, "give tool_choice='none'"),
         ({"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
         ({"logit_bias": {"a": 3}}, "logit_bias", "pattern"),
         ({"logit_bias": {"3": 101}}, "logit_bias", "less than or equal to 100"),

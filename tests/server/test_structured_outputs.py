@@ -17,7 +17,7 @@ from kvsift.server.answers import parser_of
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.schemas import ChatRequest, parse
-from kvsift.server.tool_calls import PLAIN, blocks
+from kvsift.server.tool_calls import PLAIN, AnswerParser, blocks
 
 HELLO = [{"role": "user", "content": "Where?"}]
 DRAWN = {"temperature": 1.0, "seed": 5}
@@ -106,6 +106,52 @@ def test_required_calls_have_arguments_of_their_schemas(alone: kvsift.LLM, choic
             assert all(Tour.model_validate_json(call.text) for call in calls if call.name == "find")
             names |= {call.name for call in calls}
     assert names == ({"find", "stop"} if choice == "required" else {"find"})
+
+
+def test_beside_tools_an_answer_is_calls_or_json_of_its_schema(alone: kvsift.LLM) -> None:
+    """Both come, streamed in pieces too; the schema of each has references within."""
+    find = {"type": "function", "function": {"name": "find", "parameters": Tour.model_json_schema()}}
+    named = {"type": "json_schema", "json_schema": {"name": "tour", "schema": Tour.model_json_schema()}}
+    request = parse(ChatRequest, json.dumps({"messages": HELLO, "tools": [find], "response_format": named}).encode())
+    kinds = set()
+    for seed in range(16):
+        grammar, sampling = kvsift.Grammar(**(request.grammar or {})), kvsift.Sampling(1.0, seed=seed)
+        answer = alone.generate("Once", grammar=grammar, sampling=sampling, max_new_tokens=400)
+        if answer.finish_reason != "stop":
+            continue
+        whole, pieces = (parser_of(request, PLAIN, ServerJob(1, AnswerRequest())) for _ in range(2))
+        found = blocks(whole.feed(answer.text, True))
+        parts = [part for place, text in enumerate(answer.text) for part in pieces.feed(text, False)]
+        assert blocks(parts + pieces.feed("", True)) == found
+        for block in found:
+            assert Tour.model_validate_json(block.text)
+        kinds |= {(block.kind, block.name) for block in found}
+    assert kinds == {("call", "find"), ("content", "")}
+
+
+def test_a_list_that_looks_like_calls_is_an_answer_unless_it_names_a_tool() -> None:
+    def kinds(text: str) -> list[tuple[str, str]]:
+        return [
+            (block.kind, block.text) for block in blocks(AnswerParser(PLAIN, "json-list", {"f": {}}).feed(text, True))
+        ]
+
+    for text in ('[{"name": "g", "arguments": {}}]', '[{"name": "f"}]', '{"name": "f", "arguments": {}}', "[]", "[1]"):
+        assert kinds(text) == [("content", text)]
+    assert kinds('[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]') == [
+        ("call", '{"a": 1}'),
+        ("call", "{}"),
+    ]
+
+
+def test_tools_beside_other_formats_are_refused(client: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields, said in (
+        ({"structured_outputs": {"regex": "a"}}, "of no other format"),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "asks for a call"),
+    ):
+        response = client.post("/v1/chat/completions", json={"messages": HELLO, "tools": tools, **fields})
+        assert response.status_code == 400
+        assert said in response.json()["error"]["message"]
 
 
 def test_a_schema_that_cannot_be_compiled_is_refused_by_its_keyword(client: httpx.Client) -> None:

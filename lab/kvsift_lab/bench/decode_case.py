@@ -79,6 +79,8 @@ class DecodeCase:
 class NoOutput:
     """The output of sequences whose tokens nobody needs."""
 
+    constraint = None
+
     def note_prefilled(self, num_tokens: int) -> None:
         pass
 

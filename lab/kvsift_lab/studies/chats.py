@@ -41,6 +41,8 @@ MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
 class Timed:
     """An output that takes the likeliest token, whatever it is, and the times."""
 
+    constraint = None
+
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.times: list[float] = []

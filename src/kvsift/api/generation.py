@@ -160,10 +160,6 @@ def check_captured(requests: Sequence[Request]) -> None:
             "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
             "logprobs."
         )
-    if found := next((request.constraint for request in requests if request.constraint), None):
-        raise Conflict(
-            f"captured steps choose tokens on the GPU, and {found}. Give path='composed', or leave that out."
-        )
 
 
 def sequence_of(runner: ModelRunner, output: TextOutput, **options: Any) -> EngineSequence:

@@ -214,7 +214,7 @@ class _CapturedSteps:
                 self._slots = runner.fast_path.for_tokens(runner.model, caches, len(tokens) + len(self.remaining))
                 self._moves = cache.table.kv.moves
             mode = "dense" if rule is None else self._slots.sparse_mode(rule)
-            kind = StepKind(mode, keeps_logits=True)
+            kind = StepKind(mode, None)
             self._slots.prepare(kind)
             below = 0 if rule is None else rule.budget.min_context
             self._slots.assign(

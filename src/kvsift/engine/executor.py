@@ -340,8 +340,6 @@ class Executor:
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
-        if seq.request.constraint:
-            return seq.request.constraint
         return self._runner.reason_uncaptured(seq.request.plan)
 
     def _reason_composed(self, cache: SparseCache, uncaptured: str) -> str | None:

@@ -97,8 +97,12 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         """Whether logits depend on tokens before them, or have a bias."""
-        penalties = self.frequency_penalty, self.presence_penalty, self.repetition_penalty
-        return penalties != (0, 0, 1) or bool(self.logit_bias)
+        return self.penalties != (1, 0, 0) or bool(self.logit_bias)
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """The penalties for repetition, frequency and presence."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
 
     def nth(self, number: int) -> Sampling:
         """The sampling of one of several answers: the first one's is this, and no two that begin at seeds side by side
@@ -208,6 +212,8 @@ class ConstrainedChooser:
     """Chooses the tokens of one answer from logits that depend on the tokens before them: changed as the model's
     settings, then penalties and bias say, and then masked by a grammar.
 
+    Where steps choose tokens themselves, it says what their logits are changed by (``SlotConstraints``).
+
     Args:
         sampling: how.
         ids: tokens of the prompt.
@@ -221,7 +227,7 @@ class ConstrainedChooser:
         self, sampling: Sampling, ids: Sequence[int], max_new_tokens: int, device: torch.device,
         settings: GenerationSettings | None = None, grammar: GrammarState | None = None,
     ) -> None:  # fmt: skip
-        self._choose, self._sampling, self._settings = Chooser(sampling, device), sampling, settings
+        self._choose, self.sampling, self._settings = Chooser(sampling, device), sampling, settings
         self._prompt, self._most, self._grammar = ids, max_new_tokens, grammar
         self._device, self._length = device, len(ids)
 
@@ -241,15 +247,14 @@ class ConstrainedChooser:
         return self._settings.processors(len(self._prompt), self._most, self._device), tokens.to(self._device)
 
     @cached_property
-    def _bias(self) -> tuple[Tensor, Tensor]:
-        """Tokens and what is added to their logits."""
-        bias = self._sampling.logit_bias
+    def bias(self) -> tuple[Tensor, Tensor]:
+        """Tokens, int64, and what is added to their logits, float32."""
+        bias = self.sampling.logit_bias
         tokens = torch.tensor([*bias], dtype=torch.int64, device=self._device)
         return tokens, torch.tensor([*bias.values()], dtype=torch.float32, device=self._device)
 
     def __call__(self, logits: Tensor | int, given: int | None = None) -> int:
-        assert isinstance(logits, Tensor), "such steps are not captured"
-        token = self._choose(self._changed(logits, self._length), given)
+        token = self._choose(logits if isinstance(logits, int) else self._changed(logits, self._length), given)
         self._note(token, self._length)
         self._length += 1
         return token
@@ -261,9 +266,26 @@ class ConstrainedChooser:
         self._note(token, position)
         return token
 
+    def fed(self, number: int) -> tuple[Tensor, Tensor]:
+        """The first tokens of the sequence, int64: those of the prompt and those of the answer."""
+        tokens, prompt = self._state[1][0, :number], len(self._prompt)
+        return tokens[:prompt], tokens[prompt:]
+
+    def mask(self, drafts: Sequence[int], vocabulary: int) -> Tensor | None:
+        """The tokens that may come behind the answer and some drafts, as bits, int32 [ceil(vocabulary / 32)]
+        (``GrammarState.bits``); None: all may. Behind a draft that may not come itself, any."""
+        if self._grammar is None:
+            return None
+        self._grammar.crop(self._length - len(self._prompt))
+        for token in drafts:
+            if not self._grammar.takes(token):
+                break
+            self._grammar.append(token)
+        return self._grammar.bits(vocabulary)
+
     def _changed(self, logits: Tensor, position: int) -> Tensor:
         """Logits [vocabulary] of the token at a position of the sequence, float32."""
-        (processors, tokens), sampling = self._state, self._sampling
+        (processors, tokens), sampling = self._state, self.sampling
         logits = logits.to(torch.float32, copy=True)
         if processors is not None:
             logits = processors(tokens[:, :position], logits.unsqueeze(0))[0]
@@ -276,7 +298,7 @@ class ConstrainedChooser:
 
     def _penalise(self, logits: Tensor, tokens: Tensor, answer: Tensor) -> None:
         """Change logits [vocabulary] by what the tokens of the prompt and the answer are, and those of the answer."""
-        sampling = self._sampling
+        sampling = self.sampling
         if sampling.repetition_penalty != 1:
             found = logits[tokens]
             penalty = sampling.repetition_penalty
@@ -285,7 +307,7 @@ class ConstrainedChooser:
             used, counts = answer.unique(return_counts=True)
             logits[used] -= sampling.frequency_penalty * counts + sampling.presence_penalty
         if sampling.logit_bias:
-            biased, bias = self._bias
+            biased, bias = self.bias
             logits[biased] += bias
 
     def _note(self, token: int, position: int) -> None:
@@ -293,6 +315,7 @@ class ConstrainedChooser:
         if position < tokens.shape[1]:
             tokens[0, position] = token
         if self._grammar is not None:
+            self._grammar.crop(position - len(self._prompt))
             self._grammar.append(token)
 
 

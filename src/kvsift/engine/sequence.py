@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node
 from kvsift.engine.request import Request
+from kvsift.engine.sampling import ConstrainedChooser
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.layer.accounting import Observer, RunStats
 from kvsift.models.hf.cache import SparseCache
@@ -46,6 +47,10 @@ class CacheReport:
 
 class SequenceOutput(Protocol):
     """What a client makes of the logits. The thread of the loop calls it; what it raises ends the sequence."""
+
+    @property
+    def constraint(self) -> ConstrainedChooser | None:
+        """What changes the logits before a token is chosen, where steps choose it themselves; None: nothing does."""
 
     def note_prefilled(self, num_tokens: int) -> None:
         """So many tokens of the prompt are cached."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.request import Request
+from kvsift.engine.sampling import ConstrainedChooser
 from kvsift.engine.sequence import FinishReason
 from kvsift.tokenization.growing_text import common_length
 from kvsift.tokenization.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
@@ -170,6 +171,10 @@ class TextOutput:
         self.num_prefilled = 0
         self.notify: Callable[[str], None] | None = None
         self._chooser = request.chooser(device)
+
+    @property
+    def constraint(self) -> ConstrainedChooser | None:
+        return self._chooser if isinstance(self._chooser, ConstrainedChooser) else None
 
     def note_prefilled(self, num_tokens: int) -> None:
         if self.notify is not None and num_tokens != self.num_prefilled and not self.transcript.new_ids:

@@ -24,8 +24,9 @@ def parser_of(request: AnyRequest, dialect: Dialect, job: ServerJob) -> AnswerPa
         return AnswerParser(PLAIN)
     names = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in request.used_tools}
     most = 1 if request.parallel_tool_calls is False else None
-    if request.grammar is not None:  # in which there is no reasoning; required calls are JSON
-        return AnswerParser(PLAIN, "json" if request.required_tools else None, names, most_calls=most)
+    if request.grammar is not None:  # in which there is no reasoning; calls are JSON
+        tools = "json" if request.required_tools else "json-list" if names else None
+        return AnswerParser(PLAIN, tools, names, most_calls=most)
     return AnswerParser(dialect, dialect.tools if names else None, names, job.begins_reasoning, most)
 
 

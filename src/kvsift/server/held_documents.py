@@ -37,6 +37,8 @@ class DocumentPrefill:
         num_prefilled: tokens that are cached.
     """
 
+    constraint = None
+
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.num_prefilled, self._on_end = 0, on_end
 

@@ -460,30 +460,36 @@ class ChatRequest(TextRequest):
             raise ValueError("tools are a field of their own, not one of chat_template_kwargs")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             raise ValueError("tool_choice asks for a call, and tools have no such function")
-        if self.used_tools and super().grammar is not None:
-            raise ValueError(
-                "tools and a format of the answer exclude each other; leave one of them out, or give tool_choice='none'"
-            )
+        own = super().grammar
+        if own is not None and self.required_tools:
+            raise ValueError("tool_choice asks for a call, and not for an answer of a format; leave one of them out")
+        if own is not None and own["kind"] != "json_schema" and self.used_tools:
+            raise ValueError("beside tools an answer can be JSON, and of no other format; give tool_choice='none'")
         return self
 
     @property
     def grammar(self) -> dict[str, str] | None:
-        """As of other requests; calls that are required are a JSON list."""
-        if not self.required_tools:
-            return super().grammar
+        """As of other requests; calls that are required, or may come in place of an answer of a format, are a JSON
+        list."""
+        own = super().grammar
+        if own is None and not self.required_tools:
+            return None
+        if own is not None and not self.used_tools:
+            return own
         calls = [
             {"type": "object",
              "properties": {"name": {"const": tool.function.name},
                             "arguments": {"$id": f"tool:{number}", **(tool.function.parameters or {"type": "object"})}},
              "required": ["name", "arguments"], "additionalProperties": False}
-            for number, tool in enumerate(self.required_tools)
+            for number, tool in enumerate(self.required_tools or self.used_tools)
         ]  # fmt: skip
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice)
         most = {"maxItems": 1} if is_one else {}
-        return {
-            "kind": "json_schema",
-            "text": json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}),
-        }
+        schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}
+        if own is not None:
+            answer = json.loads(own["text"])
+            schema = {"anyOf": [schema, answer if isinstance(answer, bool) else {"$id": "answer:0", **answer}]}
+        return {"kind": "json_schema", "text": json.dumps(schema)}
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the fields of an ``AnswerRequest`` that have the prompt and its limit."""
@@ -516,7 +522,7 @@ class ChatRequest(TextRequest):
             }
             variables = {name: value for name, value in efforts.items() if name in dialect.variables} | variables
         if self.used_tools:
-            if dialect.has_tools and dialect.tools is None and not self.required_tools:
+            if dialect.has_tools and dialect.tools is None and self.grammar is None:
                 text = "the model calls tools in a format that this server does not read"
                 text += "; leave tools out, or start it with --tool-parser."
                 raise ApiError(400, text, "unsupported_parameter", "tools")

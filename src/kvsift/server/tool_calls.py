@@ -23,6 +23,7 @@ OBJECT = (
     r'"name"_:_"(?P<name>[^"\\]{1,64})"_,_"(?:arguments|parameters)"_:_'
 ).replace("_", SPACE)
 BARE = r"\A\s*(?:```(?:json)?\s*)?(?=[\[{])"  # the whole answer is calls
+LIST = r'\A\s*(?=\[_\{_"name"_:_"[^"\\]{1,64}"_,_"arguments"_:)'.replace("_", SPACE)  # the same, of nothing else
 NEVER = r"(?!)"
 CHANNEL = r"(?:<\|start\|>assistant)?<\|channel\|>"
 
@@ -35,7 +36,7 @@ class ToolFormat:
         template: is found in the chat templates of such models; templates of other formats have none of it.
         begin, end: begins calls anywhere in the text, and ends them; those without an end go on to the end of the text.
         header: stands before the arguments of a call, with its name.
-        is_bare: an answer that begins as JSON is calls, too, if it names a tool.
+        bare: an answer that begins so is calls, too, if it names a tool.
         pairs: finds the names and values of arguments that are no JSON but elements, up to ``close``.
         noise: is no part of the text.
     """
@@ -44,7 +45,7 @@ class ToolFormat:
     begin: str = NEVER
     header: str = OBJECT
     end: str = NEVER
-    is_bare: bool = False
+    bare: str = NEVER
     pairs: str | None = None
     close: str = NEVER
     noise: str = NEVER
@@ -90,8 +91,9 @@ FORMATS = {
         pairs=r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
         close=r"(?=</tool_call>)",
     ),
-    "llama3": ToolFormat(r"<\|python_tag\|>|ipython", begin=r"<\|python_tag\|>", is_bare=True),
-    "json": ToolFormat(NEVER, is_bare=True),
+    "llama3": ToolFormat(r"<\|python_tag\|>|ipython", begin=r"<\|python_tag\|>", bare=BARE),
+    "json": ToolFormat(NEVER, bare=BARE),
+    "json-list": ToolFormat(NEVER, bare=LIST),  # as grammars write them beside other JSON
 }
 REASONING = (  # found in templates, and the delimiters in answers
     (r"</think>", r"<think>", r"</think>"),
@@ -178,7 +180,7 @@ def _between(tools: str | None, reasoning: int | None, is_first: bool) -> regex.
     found = {
         "reasoning": NEVER if reasoning is None else REASONING[reasoning][1],
         "calls": NEVER if form is None else form.begin,
-        "bare": BARE if form is not None and form.is_bare and is_first else NEVER,
+        "bare": form.bare if form is not None and is_first else NEVER,
         "noise": FORMATS["gpt-oss"].noise if reasoning == CHANNELS else NEVER,
     }
     choices = [f"(?P<{name}>{pattern})" for name, pattern in found.items() if pattern != NEVER]

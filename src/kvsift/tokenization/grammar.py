@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,7 +136,7 @@ class GrammarState:
         if fault:
             kind = grammar.kind.replace("_", " ").replace("json", "JSON")
             raise UnsupportedPrompt(f"the {kind} of the answer cannot be compiled: {_said(fault)}.")
-        self._ends, self._ends_index, self.num_tokens = frozenset(ends), [*ends], 0
+        self._ends, self.num_tokens = frozenset(ends), 0
 
     def copy(self) -> GrammarState:
         """Return a state of its own at the same place."""
@@ -150,14 +151,27 @@ class GrammarState:
 
     def mask(self, logits: Tensor) -> None:
         """Set logits [vocabulary] of tokens that cannot come next to -inf."""
+        may = np.unpackbits(self.bits(len(logits)).numpy().view(np.uint8), bitorder="little")[: len(logits)]
+        logits.masked_fill_(torch.from_numpy(may == 0).to(logits.device), -torch.inf)
+
+    def bits(self, vocabulary: int) -> Tensor:
+        """Return a bit for each token, 1 if it may come next; int32 [ceil(vocabulary / 32)], the first token's bit is
+        the least."""
+        bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
         if self.is_complete and not self._ends:
-            return  # the answer has ended; this is a draft
-        may = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: len(logits)]
+            return ~bits  # the answer has ended; this is a draft
+        may = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)[: len(bits)]
         self._check()
-        ends = logits[self._ends_index] if self._matcher.is_accepting() else -torch.inf
-        logits[: len(may)].masked_fill_((may == 0).to(logits.device), -torch.inf)
-        logits[len(may) :] = -torch.inf  # of no token
-        logits[self._ends_index] = ends  # some may come as text too, such as the end of a line
+        bits[: len(may)] = may
+        ends = bits.numpy().view(np.uint8)
+        for token in self._ends:  # some may come as text too, such as the end of a line
+            ends[token // 8] &= 0xFF ^ 1 << token % 8
+            ends[token // 8] |= self._matcher.is_accepting() << token % 8
+        return bits
+
+    def takes(self, token: int) -> bool:
+        """Return whether a token may come next."""
+        return token in self._ends or self.is_complete or self._matcher.validate_tokens([token]) == 1
 
     def append(self, token: int) -> None:
         """Go on behind a token that ``mask`` has left."""

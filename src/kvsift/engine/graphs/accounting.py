@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsift.engine.sampling import Sampling
+from kvsift.engine.sampling import ConstrainedChooser, Sampling
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import widened_rule
@@ -32,6 +32,7 @@ class CapturedSequence:
         token: the next to feed, as far as the tokens of steps were read.
         rule: decode rule with its present budget; None is dense.
         sampling: how tokens are chosen.
+        constraint: what changes their logits before.
         guard: guard of its budget.
         setup_s: what its group had spent on captures when it joined.
         steps: number of steps whose tokens were read.
@@ -56,6 +57,7 @@ class CapturedSequence:
     token: int
     rule: Rule | None
     sampling: Sampling = field(default_factory=Sampling)
+    constraint: ConstrainedChooser | None = None
     guard: Guard = field(default_factory=Guard)
     setup_s: float = 0.0
     steps: int = 0

@@ -12,7 +12,7 @@ they go on, is found on the device. While drafts pause, a step is launched befor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, product
@@ -26,7 +26,7 @@ from kvsift.engine.graphs.block_launches import Clock, Drafts, PlainStep, Sequen
 from kvsift.engine.graphs.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.graphs.sequence_groups import Group
 from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS, Session
-from kvsift.engine.graphs.slots import Slots, StepKind, StepMode, tokens_of
+from kvsift.engine.graphs.slots import Constraints, Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.decoder import Proposal
@@ -129,17 +129,21 @@ class BlockGroup(Group[SequenceBlocks]):
         step = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(number, 1)
-            kind = setup.prepare(slots, "dense")
+            kind = setup.prepare(slots, "dense", _are_constrained(seqs))
         places = [SequencePlace.of(seq) for seq in seqs]
         is_assigned = isinstance(step, PlainStep) and step.slots is slots and not setup.has_captured
         if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
             slots.assign_blocks(self._blocks_of(seqs, [[seq.token] for seq in seqs]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
+        if step.chosen is None:
+            slots.choose(kind, step.number, self._constraints_of(slots, seqs, [[seq.token] for seq in seqs]))
+            step = step.with_tokens()
         is_paused = all(seq.decoder is None or seq.decoder.is_paused for seq in seqs)
         after = None
         if is_paused and step.number + 1 < PLAIN_STEPS and all(seq.request.length - seq.num_cached > 2 for seq in seqs):
             after = launch_plain(slots, kind, [], step.number + 1)
         step.clock.wait()
+        assert step.chosen is not None
         every = tokens_of(step.chosen)
         chosen = [every[self._place(seq) * slots.batch.block] for seq in seqs]
         if after is not None:
@@ -172,11 +176,11 @@ class BlockGroup(Group[SequenceBlocks]):
         ahead = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(number, BLOCK)
-            kind = setup.prepare(slots, "dense")
+            kind = setup.prepare(slots, "dense", _are_constrained(seqs))
             if places:
                 of_drafts = self._session.slots(len(places), self._rules)
                 modes = {of_drafts.sparse_mode(self._seqs[place.seq].rule) for place in places}
-                draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
+                draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed", kind.constrained)
         fed: dict[EngineSequence, list[int]] = {seq: [seq.token, *each.tokens] for seq, each in zip(seqs, proposals)}
         drafts = ahead if isinstance(ahead, Drafts) else None
         if not places:
@@ -189,16 +193,23 @@ class BlockGroup(Group[SequenceBlocks]):
         blocks = self._blocks_of(seqs, list(fed.values()))
         slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
         clock = Clock(slots.tokens.device)
+        drafted = torch.empty(0) if drafts is None else to_host(drafts.tokens)
+        clock_of_drafts = Clock(slots.tokens.device)
         slots.run(kind, 0)
-        on_host = [to_host(each) for each in (slots.results[:2], *([] if drafts is None else [drafts.tokens]))]
+        if kind.constrained:
+            clock_of_drafts.wait()  # the verification runs on
+            tokens_fed = [_resolved(fed[seq], drafted.tolist()) for seq in seqs]
+            slots.choose(kind, 0, self._constraints_of(slots, seqs, tokens_fed))
+        on_host = to_host(slots.results[:2])
         clock.mark()
         after = None
-        if drafts is not None and len(places) == len(seqs) and self._go_on(slots, drafts, counts):
+        goes_on = drafts is not None and len(places) == len(seqs) and not kind.constrained
+        if drafts is not None and goes_on and self._go_on(slots, drafts, counts):
             after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
-        every, read = tokens_of(on_host[0]), [] if drafts is None else on_host[1].tolist()
+        every, read = tokens_of(on_host), drafted.tolist()
         chosen = [every[first : first + BLOCK] for first in range(0, len(every), BLOCK)]
-        proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[seq][1:]] for seq in seqs]
+        proposed = [_resolved(fed[seq][1:], read) for seq in seqs]
         following = self._following(seqs, proposed, chosen)
         if after is not None:
             self._ahead[number] = after._replace(places=self._after(seqs, proposed, following))
@@ -268,8 +279,18 @@ class BlockGroup(Group[SequenceBlocks]):
         """Choose so many tokens of each sequence under its rule; what they store is overwritten."""
         clock, steps, tokens, counted = Clock(slots.tokens.device), max(counts), list[Tensor](), dict[int, Tensor]()
         slots.assign([self._assignment(place) for place in places], steps, shift)
+        drafts, on_host = [list[int]() for _ in places], list[tuple[Tensor, Clock]]()
         for number in range(steps):
             slots.run(kind, number)
+            if kind.constrained:
+                for copied, clock_of_copy in on_host[-1:]:
+                    clock_of_copy.wait()  # the step that was just launched runs on
+                    for slot, each in enumerate(drafts):
+                        each.append(int(copied[slot]))
+                by_slot = {slot: (place.seq, each) for slot, (place, each) in enumerate(zip(places, drafts))}
+                going_on = {slot: each for slot, each in by_slot.items() if counts[slot] > number}
+                slots.choose(kind, number, _constraints_of(going_on))
+                on_host.append((to_host(slots.tokens), Clock(slots.tokens.device)))
             tokens.append(slots.tokens.clone())
             for slot, count_of_sequence in enumerate(counts):
                 if count_of_sequence == number + 1:
@@ -292,8 +313,21 @@ class BlockGroup(Group[SequenceBlocks]):
         for seq, fed in zip(seqs, tokens):
             kept = self._seqs[seq]
             drawn = SequencePlace.of(seq).drawn
-            blocks[self._place(seq)] = Block(kept.pages, seq.num_cached, fed, kept.sampling, drawn)
+            constraint = seq.output.constraint
+            blocks[self._place(seq)] = Block(kept.pages, seq.num_cached, fed, kept.sampling, drawn, constraint)
         return blocks
+
+    def _constraints_of(
+        self, slots: Slots, seqs: Sequence[EngineSequence], fed: Sequence[Sequence[int]]
+    ) -> Constraints:
+        """What constrains the token behind each token that the blocks of sequences were fed, the drafts among these
+        before it included (``Slots.choose``)."""
+        by_slot = {
+            self._place(seq) * slots.batch.block + slot: (seq, tokens[1 : slot + 1])
+            for seq, tokens in zip(seqs, fed)
+            for slot in range(len(tokens))
+        }
+        return _constraints_of(by_slot)
 
     def _blocks(self, number: int, size: int) -> Slots:
         """The slots of a part, with a block of at least so many tokens for each of its sequences."""
@@ -313,7 +347,10 @@ class BlockGroup(Group[SequenceBlocks]):
 
     def _assignment(self, place: SequencePlace) -> Assignment:
         kept = self._seqs[place.seq]
-        return Assignment(kept.pages, place.num_cached, place.token, kept.sampling, place.drawn, kept.rule)
+        return Assignment(
+            kept.pages, place.num_cached, place.token, kept.sampling, place.drawn, kept.rule,
+            constraint=place.seq.output.constraint,
+        )  # fmt: skip
 
     @property
     def _rules(self) -> list[Rule | None]:
@@ -369,13 +406,30 @@ class Setup:
     choice: Choice
     has_captured: bool = False
 
-    def prepare(self, slots: Slots, mode: StepMode) -> StepKind:
+    def prepare(self, slots: Slots, mode: StepMode, constrained: bool = False) -> StepKind:
         """Capture a step of any of the sequences."""
-        kind = StepKind(mode, self.choice)
+        kind = StepKind(mode, self.choice, constrained)
         if not slots.captured(kind):
             slots.prepare(kind)
             self.has_captured = True
         return kind
+
+
+def _are_constrained(seqs: Sequence[EngineSequence]) -> bool:
+    return any(seq.output.constraint is not None for seq in seqs)
+
+
+def _constraints_of(
+    by_slot: Mapping[int, tuple[EngineSequence, Sequence[int]]],
+) -> Constraints:
+    """The constraints of sequences that have some, with their drafts."""
+    found = {slot: (seq.output.constraint, drafts) for slot, (seq, drafts) in by_slot.items()}
+    return {slot: (constraint, drafts) for slot, (constraint, drafts) in found.items() if constraint is not None}
+
+
+def _resolved(fed: Sequence[int], drafts: Sequence[int]) -> list[int]:
+    """Tokens that were fed, with the drafts that numbers stand for (``drafts_at``)."""
+    return [drafts[drafts_at(token)] if token < 0 else token for token in fed]
 
 
 def _widths(num_seqs: int, sequences_of_part: int) -> list[tuple[int, int]]:

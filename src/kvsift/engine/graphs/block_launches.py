@@ -85,26 +85,33 @@ class PlainStep(NamedTuple):
 
     Attributes:
         slots: the slots that it runs on.
+        kind: kind of the step.
         places: states of the sequences before it.
-        chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
         clock: measures the step.
         number: number of the step since its sequences were assigned.
+        chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end; None:
+            no token is chosen yet.
     """
 
     slots: Slots
+    kind: StepKind
     places: list[SequencePlace]
-    chosen: Tensor
     clock: Clock
     number: int
+    chosen: Tensor | None = None
+
+    def with_tokens(self) -> PlainStep:
+        """The step, of which the tokens are chosen now."""
+        chosen = to_host(self.slots.results[:2])
+        self.clock.mark()
+        return self._replace(chosen=chosen)
 
 
 def launch_plain(slots: Slots, kind: StepKind, places: list[SequencePlace], number: int) -> PlainStep:
-    """Launch a step; ``places`` may be given later."""
-    clock = Clock(slots.tokens.device)
+    """Launch a step, of which the tokens are yet to be chosen if it is constrained; ``places`` may be given later."""
+    step = PlainStep(slots, kind, places, Clock(slots.tokens.device), number)
     slots.run(kind, number)
-    chosen = to_host(slots.results[:2])
-    clock.mark()
-    return PlainStep(slots, places, chosen, clock, number)
+    return step if kind.constrained else step.with_tokens()
 
 
 def to_host(numbers: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.sampling import Sampling, choice_of
+from kvsift.engine.sampling import ConstrainedChooser, Sampling, choice_of
 from kvsift.layer.paged_decode import ALWAYS
 from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Rule
@@ -30,6 +30,7 @@ class Assignment(NamedTuple):
     rule: Rule | None  # of decode; None is dense
     dense_below: int = 0  # context length below which the sequence is dense in every layer
     cache: SparseCache | None = None  # has what layers without pages keep of it; None: steps are timed
+    constraint: ConstrainedChooser | None = None  # of its tokens
 
     def dense_below_in(self, layer: LayerShape) -> int:
         """Return the context length below which the sequence is dense in a layer."""
@@ -44,6 +45,7 @@ class Block(NamedTuple):
     tokens: Sequence[int]
     sampling: Sampling
     drawn: int  # tokens chosen so far, the first of these included
+    constraint: ConstrainedChooser | None = None
 
 
 class Shift(NamedTuple):

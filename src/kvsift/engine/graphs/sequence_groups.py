@@ -126,12 +126,23 @@ class Group(ABC, Generic[GroupMember]):
 
 
 class LaunchedStep(NamedTuple):
-    """A step whose results have not been read."""
+    """A step whose results have not been read.
 
-    results: Tensor  # ``Slots.results``, on the host once the event has come
-    event: torch.cuda.Event | None
-    members: Sequence[CapturedSequence]  # by slot
+    Attributes:
+        kind: kind of the step.
+        number: number of the step since sequences were assigned.
+        members: sequences by slot.
+        probes: its probes.
+        results: ``Slots.results``, on the host once the event has come; None: no token is chosen yet.
+        event: comes then; None without a device.
+    """
+
+    kind: StepKind
+    number: int
+    members: Sequence[CapturedSequence]
     probes: Sequence[Probe]
+    results: Tensor | None = None
+    event: torch.cuda.Event | None = None
 
 
 class SequenceGroup(Group[CapturedSequence]):
@@ -162,7 +173,8 @@ class SequenceGroup(Group[CapturedSequence]):
         assert seq.cache is not None
         cache, stats, start, most = seq.cache, seq.counters, seq.num_cached, seq.request.max_new_tokens - 1
         rule, guard = rule_of(seq.request.plan), cache.run.guards.of(0)
-        steps = CapturedSequence(cache, stats, start, most, seq.token, rule, seq.request.sampling, guard, self.setup_s)
+        sampling, constraint = seq.request.sampling, seq.output.constraint
+        steps = CapturedSequence(cache, stats, start, most, seq.token, rule, sampling, constraint, guard, self.setup_s)
         before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
         steps.sparse_steps = max(before, default=0)
         self._seqs[seq] = steps
@@ -298,19 +310,45 @@ class SequenceGroup(Group[CapturedSequence]):
             _follow_summaries(member, kind)
             member.dense.append(member.mode() == "dense")
             member.sparse_before.append(member.sparse_steps)
+        self._choose_launched()
         step = slots.run(kind, self._number)
-        buffer, event = self._buffers[self._number % len(self._buffers)], None
+        launched = LaunchedStep(kind, self._number, self._by_slot, [])
+        launched = launched if kind.constrained else self._with_results(launched)
         self._number += 1
+        probes, seconds = probe_sequences(slots, step, self._by_slot)
+        self._pause(seconds)
+        self._launched.append(launched._replace(probes=probes))
+
+    def _choose_launched(self) -> None:
+        """Choose the tokens of a constrained step that was launched last. The masks are made while it runs, and the
+        host is one step ahead of the device instead of two."""
+        if not self._launched or self._launched[-1].results is not None:
+            return
+        step = self._launched[-1]
+        constraints = {
+            slot: (member.constraint, ())
+            for slot, member in enumerate(step.members)
+            if member.constraint is not None and not member.done
+        }
+        assert self._slots is not None
+        self._slots.choose(step.kind, step.number, constraints)
+        self._launched[-1] = self._with_results(step)
+
+    def _with_results(self, step: LaunchedStep) -> LaunchedStep:
+        """A step whose tokens were chosen, with its results on their way to the host."""
+        slots, buffer, event = self._slots, self._buffers[step.number % len(self._buffers)], None
+        assert slots is not None
         buffer.copy_(slots.results, non_blocking=True)
         if buffer.is_pinned():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(slots.tokens.device))
-        probes, seconds = probe_sequences(slots, step, self._by_slot)
-        self._pause(seconds)
-        self._launched.append(LaunchedStep(buffer, event, self._by_slot, probes))
+        return step._replace(results=buffer, event=event)
 
     def _read(self, members: Sequence[CapturedSequence]) -> list[int]:
+        if len(self._launched) == 1:
+            self._choose_launched()
         step = self._launched.popleft()
+        assert step.results is not None
         if step.event is not None:
             step.event.synchronize()
         for probe in step.probes:
@@ -329,11 +367,16 @@ class SequenceGroup(Group[CapturedSequence]):
     ) -> StepKind:
         """The step that these of the sequences need, so many steps from now."""
         modes: set[StepMode] = {"mixed"} if self._session.steady else {member.mode(ahead) for member in running}
-        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(member.sampling for member in members))
+        choice, constrained = choice_of(member.sampling for member in members), any(map(_is_constrained, members))
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice, constrained)
 
     def _should_move(self, members: Sequence[CapturedSequence]) -> bool:
-        """Return whether the sequences that are left move to fewer slots."""
-        if self._slots is None or not members or 2 * len(members) > self._slots.num_slots or self._session.steady:
+        """Return whether the sequences that are left move to fewer slots, or to steps that nothing constrains."""
+        if self._slots is None or not members:
+            return False
+        fewer = 2 * len(members) <= self._slots.num_slots and not self._session.steady
+        freed = any(map(_is_constrained, self._by_slot)) and not any(map(_is_constrained, members))
+        if not (fewer or freed):
             return False
         steps, kind = max(member.remaining for member in members), self._kind(members, members)
         rules = [member.rule for member in members]
@@ -358,8 +401,13 @@ def _assignment(member: CapturedSequence) -> Assignment:
     return Assignment(
         pages, member.written, member.token, member.sampling, member.steps + 1, member.rule, member.dense_below,
         member.cache,
+        member.constraint,
     )  # fmt: skip
 
 
 def _host_buffer(results: Tensor) -> Tensor:
     return torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
+
+
+def _is_constrained(member: CapturedSequence) -> bool:
+    return member.constraint is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from kvsift.engine.graphs.feeds import (
     feeds_of_sequences,
     uploaded,
 )
-from kvsift.engine.sampling import NO_TOKEN, Choice, draw, likeliest
+from kvsift.engine.graphs.slot_constraints import SlotConstraints
+from kvsift.engine.sampling import NO_TOKEN, Choice, ConstrainedChooser, draw, likeliest
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin
 from kvsift.kernels.sketch import SKETCHES
@@ -41,13 +43,27 @@ from kvsift.models.hf.slot_states import SlotStates
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Rule
 
+Constraints = Mapping[int, tuple[ConstrainedChooser, Sequence[int]]]  # by slot, each with the drafts before its token
+
 
 class StepKind(NamedTuple):
-    """The properties that a CUDA graph is captured for."""
+    """The properties that a CUDA graph is captured for.
+
+    Attributes:
+        mode: mode of attention.
+        choice: how tokens are chosen; None: they are not, and the logits are kept.
+        constrained: logits are changed before (``SlotConstraints``), and tokens chosen by ``Slots.choose``, in a graph
+            of its own: meanwhile the host makes masks.
+    """
 
     mode: StepMode
-    choice: Choice = "greedy"
-    keeps_logits: bool = False  # else the memory is free for other CUDA graphs
+    choice: Choice | None = "greedy"
+    constrained: bool = False
+
+    @property
+    def forward(self) -> StepKind:
+        """The step that ``Slots.run`` launches."""
+        return StepKind(self.mode, None) if self.constrained else self
 
 
 class CapturedStep(NamedTuple):
@@ -55,7 +71,6 @@ class CapturedStep(NamedTuple):
 
     cuda_graph: torch.cuda.CUDAGraph | None  # None: the step runs without one
     queries: list[Tensor]  # [slots, num_query_heads, head_dim] in each layer
-    logits: Tensor | None = None  # float32 [slots, vocabulary], where they are kept
 
 
 class SlotBatch(DecodeBatch):
@@ -119,7 +134,10 @@ class Slots:
         self._knobs = torch.zeros(4, num_slots, dtype=torch.float64, device=device)  # temperature, limits
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
-        self._captured: dict[StepKind, CapturedStep] = {}
+        self._captured: dict[StepKind, CapturedStep] = {}  # by ``StepKind.forward``
+        self._choosing: dict[Choice, torch.cuda.CUDAGraph | None] = {}  # of constrained steps
+        self._kept: Tensor | None = None  # logits of steps that keep them, float32 [slots, vocabulary]
+        self._constraints: SlotConstraints | None = None
         self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which sequences are dense
         self._known_knobs: list[tuple[float, ...]] = []  # on the device
 
@@ -139,7 +157,7 @@ class Slots:
 
     def captured(self, kind: StepKind) -> bool:
         """Return whether a step of this kind is captured."""
-        return kind in self._captured
+        return kind.forward in self._captured and (not kind.constrained or kind.choice in self._choosing)
 
     def sparse_mode(self, rule: Rule | None) -> StepMode:
         """Return the mode of a step whose sequences have this rule and are not dense."""
@@ -148,18 +166,34 @@ class Slots:
 
     def prepare(self, kind: StepKind) -> None:
         """Capture a step of this kind unless it is captured. The step is run, so no slot stays assigned."""
-        if kind in self._captured:
+        if self.captured(kind):
             return
         self.assign([], 0)
-        queries: list[Tensor] = []
-        cuda_graph = logits = None
-        if self._pool is not None:
-            with on_device(self.tokens.device), collector_off():
-                warm_up(lambda: self._run(kind, []))
-                cuda_graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(cuda_graph, pool=self._pool):
-                    logits = self._run(kind, queries)
-        self._captured[kind] = CapturedStep(cuda_graph, queries, logits)
+        if kind.forward not in self._captured:
+            queries: list[Tensor] = []
+            cuda_graph = self._capture(lambda: self._run(kind.forward, []), lambda: self._run(kind.forward, queries))
+            self._captured[kind.forward] = CapturedStep(cuda_graph, queries)
+        if not kind.constrained:
+            return
+        if self._kept is None:  # there are no graphs, so nothing has run
+            self._run(kind.forward, [])
+        assert self._kept is not None
+        if self._constraints is None:
+            self._constraints = SlotConstraints(self._kept, self.batch.block)
+        assert kind.choice is not None
+        choose = partial(self._choose_constrained, kind.choice)
+        self._choosing[kind.choice] = self._capture(choose, choose)
+
+    def _capture(self, warm: Callable[[], object], run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+        """Capture what ``run`` launches, after runs of ``warm``; None where there are no graphs."""
+        if self._pool is None:
+            return None
+        with on_device(self.tokens.device), collector_off():
+            warm_up(warm)
+            cuda_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(cuda_graph, pool=self._pool):
+                run()
+        return cuda_graph
 
     @torch.inference_mode()
     def assign(self, seqs: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
@@ -173,6 +207,7 @@ class Slots:
         for slot in range(self.num_slots):
             self._place(slot, seqs[slot].pages if slot < len(seqs) else NO_PAGES)
         self._feed(feeds_of_sequences(seqs, self.num_slots, steps + (0 if shift is None else shift.most)))
+        self._constrain({slot: (seq.constraint, seq.length) for slot, seq in enumerate(seqs)})
         if shift is not None:
             self.batch.lengths.add_(shift.ahead)
             self.tokens.copy_(shift.tokens)
@@ -197,6 +232,15 @@ class Slots:
             block = blocks.get(slot // size)
             self._place(slot, NO_PAGES if block is None else block.pages)
         self._feed(feeds_of_blocks(blocks, self.num_slots, size, steps), drafted)
+        every = ((place * size + slot, block) for place, block in blocks.items() for slot in range(size))
+        self._constrain({slot: (block.constraint, block.length) for slot, block in every})
+
+    def _constrain(self, seqs: Mapping[int, tuple[ConstrainedChooser | None, int]]) -> None:
+        """Assign the constraints of slots, each with the tokens cached of its sequence."""
+        held = {slot: (constraint, length) for slot, (constraint, length) in seqs.items() if constraint is not None}
+        if held:
+            assert self._constraints is not None, "a constrained step is prepared first"
+            self._constraints.assign(held)
 
     def _place(self, slot: int, pages: PageNumbers) -> None:
         """Write the pages of a slot into the table, unless they are there."""
@@ -261,18 +305,45 @@ class Slots:
 
     @torch.inference_mode()
     def run(self, kind: StepKind, number: int) -> CapturedStep:
-        """Launch a step, the ``number``-th since sequences were assigned; ``tokens`` are then the next ones."""
-        captured = self._captured[kind]
-        if kind.choice != "greedy" and len(self._noise):  # else nobody draws
-            self._drawn.copy_(self._noise[number])
+        """Launch a step, the ``number``-th since sequences were assigned; ``tokens`` are then the next ones, or once
+        ``choose`` has chosen them."""
+        captured = self._captured[kind.forward]
+        if not kind.constrained:
+            self._use_noise(kind.choice, number)
         queries: list[Tensor] = []
         self._states.launch()  # even if it fails: states may have changed in some layers
         with on_device(self.tokens.device):
             if captured.cuda_graph is not None:
                 captured.cuda_graph.replay()
                 return captured
-            logits = self._run(kind, queries)
-        return CapturedStep(None, queries, logits)
+            self._run(kind.forward, queries)
+        return CapturedStep(None, queries)
+
+    @torch.inference_mode()
+    def choose(self, kind: StepKind, number: int, constraints: Constraints) -> None:
+        """Choose the tokens of a constrained step that was launched.
+
+        Args:
+            kind: kind of the step.
+            number: its number.
+            constraints: those of the slots whose tokens are needed.
+        """
+        assert self._constraints is not None, "the step was prepared"
+        assert kind.choice is not None
+        vocabulary = self._constraints.vocabulary
+        masks = {slot: each.mask(drafts, vocabulary) for slot, (each, drafts) in constraints.items()}
+        self._constraints.mask({slot: bits for slot, bits in masks.items() if bits is not None})
+        self._use_noise(kind.choice, number)
+        cuda_graph = self._choosing[kind.choice]
+        with on_device(self.tokens.device):
+            if cuda_graph is not None:
+                cuda_graph.replay()
+            else:
+                self._choose_constrained(kind.choice)
+
+    def _use_noise(self, choice: Choice | None, number: int) -> None:
+        if choice not in (None, "greedy") and len(self._noise):  # else nobody draws
+            self._drawn.copy_(self._noise[number])
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[Sequence[int]], kind: StepKind) -> Tensor:
@@ -281,13 +352,13 @@ class Slots:
         found = []
         for column in uploaded(torch.tensor(tokens), self.tokens.device):
             self.tokens[: len(column)] = column
-            kept = self.run(kind, 0).logits
-            assert kept is not None
-            found.append(kept[: len(column)].clone())  # the next replay writes over it
+            self.run(kind, 0)
+            assert self._kept is not None
+            found.append(self._kept[: len(column)].clone())  # the next step writes over it
         return torch.stack(found)
 
     @torch.inference_mode()
-    def _run(self, kind: StepKind, queries: list[Tensor]) -> Tensor | None:
+    def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
         self.batch.advance()
         self._states.keep()
         written = self._written(kind.mode)
@@ -296,14 +367,28 @@ class Slots:
         )  # fmt: skip
         if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
+        if kind.choice is not None:
+            self._choose(kind.choice, logits)
+            return
+        if self._kept is None:
+            self._kept = torch.empty_like(logits)
+        self._kept.copy_(logits)
+
+    @torch.inference_mode()
+    def _choose_constrained(self, choice: Choice) -> None:
+        assert self._constraints is not None
+        assert self._kept is not None
+        self._choose(choice, self._constraints.apply(self._kept, self.tokens))
+
+    def _choose(self, choice: Choice, logits: Tensor) -> None:
+        """Choose the next tokens from logits [slots, vocabulary]."""
         temperature, limits = self._knobs[0], self._knobs[1:]
-        if kind.choice == "greedy":
+        if choice == "greedy":
             best, tokens = likeliest(logits)
         else:
-            tokens, best = draw(logits, temperature, self._drawn, limits if kind.choice == "nucleus" else None)
+            tokens, best = draw(logits, temperature, self._drawn, limits if choice == "nucleus" else None)
         self.tokens.copy_(tokens)
         self._best.copy_(best)
-        return logits if kind.keeps_logits else None
 
     def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
         """The summaries that a step writes, of each layer."""

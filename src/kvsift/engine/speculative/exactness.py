@@ -70,8 +70,6 @@ def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
         return None
     if request.logprobs is not None and runner.fast_path.enabled:
         raise Conflict("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
-    if request.constraint and runner.fast_path.enabled:
-        raise Conflict(f"exact=True: steps choose tokens on the GPU, and {request.constraint}. Leave one of them out.")
     plan = request.plan
     learns = plan.decode is not None and plan.decode.method.traits.drafts_only
     pace = runner.paces.begin(str(plan), len(request.ids))
