@@ -19,6 +19,7 @@ from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.rope import RopeLimits
 from kvsift.models.hf.run import SparseRun
 from kvsift.models.hf.slot_states import SlotStates, not_taken
@@ -67,6 +68,7 @@ class TransformersStep:
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:
         self._model, self._rotation = model, rotation
+        take_experts(model)
 
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""
