@@ -200,7 +200,7 @@ def test_documents_answer_as_on_the_composed_path(pair: tuple[LLM, LLM]) -> None
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
-        ("FalconH1", {}, "has layers that no captured step takes (LinearAttentionAndFullAttentionLayer)"),
+        ("FalconH1", {}, "has layers that no captured step takes (HybridLayer)"),
         ("Llama4Text", {}, "has layers with chunked attention"),
     ],
 )

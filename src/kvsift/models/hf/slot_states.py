@@ -81,7 +81,7 @@ class SlotStates:
 
     def __init__(self, layers: Sequence[Any], num_slots: int) -> None:
         self.num_slots = num_slots
-        others = [(index, layer) for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)]
+        others = list(other_layers(layers).items())
         self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
         self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
         self._rings = {
@@ -162,11 +162,13 @@ def not_taken(layers: Sequence[Any]) -> str:
 
 def empty_states(layers: Sequence[Any]) -> dict[int, Any]:
     """Return layers of no sequence, like those without pages in a cache that has attended a token."""
-    return {
-        index: _mapped(layer, lambda tensor: tensor.new_empty(0, *tensor.shape[1:]))
-        for index, layer in enumerate(layers)
-        if not isinstance(layer, SparseLayer)
-    }
+    others = other_layers(layers)
+    return {i: _mapped(layer, lambda tensor: tensor.new_empty(0, *tensor.shape[1:])) for i, layer in others.items()}
+
+
+def other_layers(layers: Sequence[Any]) -> dict[int, Any]:
+    """Return the layers that are not kvsift's, by index."""
+    return {index: layer for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)}
 
 
 def _mapped(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
