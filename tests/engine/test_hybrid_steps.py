@@ -56,6 +56,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Gemma2": SLIDING,
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4Moe": {**ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "MiMoV2Flash": {**SLIDING, **ROUTED, "v_head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "Bamba": {**MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 16},
     "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4,
                          "num_experts_per_tok": 2, "shared_intermediate_size": 32},

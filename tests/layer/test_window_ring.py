@@ -29,7 +29,7 @@ def step(ring: WindowRing, keys: Tensor, values: Tensor, queries: Tensor, length
 def test_the_last_tokens_are_attended(window: int) -> None:
     draw = torch.Generator().manual_seed(window)
     keys, values, queries = (torch.randn(heads, 400, 16, generator=draw).to(DEVICE) for heads in (2, 2, 4))
-    sinks, ring = torch.randn(4, generator=draw).to(DEVICE), WindowRing(window, 4, SPARE, keys[None, :, :0])
+    sinks, ring = torch.randn(4, generator=draw).to(DEVICE), WindowRing(window, 4, SPARE, keys[None, :, :0], 16)
     ring, lengths = ring.first(3), list(STARTS)
     for slot, length in enumerate(lengths):
         kept = slice(max(length - window + 1, 0), length)

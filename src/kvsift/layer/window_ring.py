@@ -38,12 +38,13 @@ class WindowRing:
         num_slots: sequences side by side.
         spare: most steps that are forgotten.
         like: keys of the layer, [any, num_kv_heads, any, head_dim].
+        value_dim: channels of values in ``load`` and ``last``; the ring has head_dim for them, as stores have.
     """
 
-    def __init__(self, window: int, num_slots: int, spare: int, like: Tensor) -> None:
+    def __init__(self, window: int, num_slots: int, spare: int, like: Tensor, value_dim: int) -> None:
         self.window, num_pages = window, -(-(window + spare) // PAGE_SIZE)
         self.size = num_pages * PAGE_SIZE  # of a ring, in tokens
-        self.num_kv_heads = like.shape[1]
+        self.num_kv_heads, self._value_dim = like.shape[1], value_dim
         sizes = self.num_kv_heads, num_slots * num_pages, PAGE_SIZE, like.shape[3]
         self._keys, self._values = (like.new_zeros(sizes) for _ in range(2))
         pages = torch.arange(num_slots * num_pages, dtype=torch.int32, device=like.device)
@@ -95,16 +96,17 @@ class WindowRing:
         )  # fmt: skip
 
     def load(self, slot: int, keys: Tensor, values: Tensor, length: int) -> None:
-        """Begin with the last tokens of a sequence of ``length`` tokens, [num_kv_heads, few tokens, head_dim]."""
+        """Begin with the last tokens of a sequence of ``length`` tokens, [num_kv_heads, few tokens, head_dim or
+        value_dim]."""
         at = self._at(slot, length, keys.shape[1])
         for ring, tokens in ((self._keys, keys), (self._values, values)):
-            ring.flatten(1, 2)[:, at] = tokens
+            ring.flatten(1, 2)[:, at, : tokens.shape[2]] = tokens
 
     def last(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the tokens that the next query of a sequence of ``length`` tokens sees, beside its
-        own: [num_kv_heads, fewer than window, head_dim]."""
+        own: [num_kv_heads, fewer than window, head_dim or value_dim]."""
         at = self._at(slot, length, min(length, self.window - 1))
-        return self._keys.flatten(1, 2)[:, at], self._values.flatten(1, 2)[:, at]
+        return self._keys.flatten(1, 2)[:, at], self._values.flatten(1, 2)[:, at, : self._value_dim]
 
     def _at(self, slot: int, length: int, count: int) -> Tensor:
         """Places of the last tokens of a sequence among those of all slots, int64 [count]."""

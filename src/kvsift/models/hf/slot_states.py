@@ -85,7 +85,7 @@ class SlotStates:
         self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
         self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
         self._rings = {
-            index: WindowRing(layer.sliding_window, num_slots, KEPT_STEPS, layer.keys)
+            index: WindowRing(layer.sliding_window, num_slots, KEPT_STEPS, layer.keys, layer.values.shape[3])
             for index, layer in others
             if type(layer) is DynamicSlidingWindowLayer
         }
