@@ -21,8 +21,10 @@ def step(ring: WindowRing, keys: Tensor, values: Tensor, queries: Tensor, length
     batch = DecodeBatch(torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE), lengths, 16, [None] * 3)
     batch.advance()
     at = torch.tensor(lengths)
-    new = (each[:, at].transpose(0, 1).contiguous() for each in (queries, keys, values))
-    return ring.attend(SHAPE, *new, ring.places(batch.lengths), batch, sinks)
+    asked, *new = (each[:, at].transpose(0, 1).contiguous() for each in (queries, keys, values))
+    places = ring.places(batch.lengths)
+    ring.append(*new, places)
+    return ring.attend(SHAPE, asked, places, batch, sinks)
 
 
 @pytest.mark.parametrize("window", [1, 2, 13, PAGE_SIZE - SPARE, 64])  # below, at and above a page with what is spare

@@ -67,16 +67,19 @@ class WindowRing:
             counts.expand(-1, self.num_kv_heads).contiguous(),
         )
 
+    def append(self, keys: Tensor, values: Tensor, places: RingPlaces) -> None:
+        """Store a token of each sequence, [slots, num_kv_heads, head_dim] both."""
+        append(PagedKV(self._keys, self._values, self._table, places.newest), keys, values, {})
+
     def attend(
-        self, shape: LayerShape, queries: Tensor, keys: Tensor, values: Tensor, places: RingPlaces, batch: DecodeBatch,
+        self, shape: LayerShape, queries: Tensor, places: RingPlaces, batch: DecodeBatch,
         sink_logit: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Store a token of each sequence and attend the window.
+        """Attend the window of each sequence, the token that was stored last included.
 
         Args:
             shape: shape of the layer.
             queries: [slots, num_query_heads, head_dim].
-            keys, values: [slots, num_kv_heads, head_dim].
             places: of this step.
             batch: keeps the workspace.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
@@ -84,7 +87,6 @@ class WindowRing:
         Returns:
             [slots, num_query_heads, head_dim].
         """
-        append(PagedKV(self._keys, self._values, self._table, places.newest), keys, values, {})
         kv, space = PagedKV(self._keys, self._values, self._table, places.filled), None
         if kv.keys.is_cuda:
             rows = kv.batch * self.num_kv_heads

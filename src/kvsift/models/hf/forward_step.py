@@ -47,6 +47,9 @@ class StepLayer(AttendingLayer):
         self._decode.sink_logit = sink_logit
         return self._decode.attend(queries, self._mode).unsqueeze(2)
 
+    def attend_again(self, queries: Tensor) -> Tensor:
+        return self._decode.attend(queries[:, :, 0].contiguous(), "dense").unsqueeze(2)
+
 
 class TransformersStep:
     """A ``Step`` by the model's own forward pass.

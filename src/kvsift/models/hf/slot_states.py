@@ -34,8 +34,16 @@ class WindowLayer(AttendingLayer):
 
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         keys, values = (tokens[:, :, 0] for tokens in self.taken())
-        queries = queries[:, :, 0].contiguous()
-        return self._ring.attend(shape, queries, keys, values, self._places, self._batch, sink_logit).unsqueeze(2)
+        self._ring.append(keys, values, self._places)
+        self._shape = shape
+        return self._attended(queries, sink_logit)
+
+    def attend_again(self, queries: Tensor) -> Tensor:
+        return self._attended(queries)
+
+    def _attended(self, queries: Tensor, sink_logit: Tensor | None = None) -> Tensor:
+        queries, shape = queries[:, :, 0].contiguous(), self._shape
+        return self._ring.attend(shape, queries, self._places, self._batch, sink_logit).unsqueeze(2)
 
 
 class LinearStates:
