@@ -81,10 +81,10 @@ class AttendingLayer(CacheLayerMixin):
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim]."""
 
-    @abstractmethod
     def attend_again(self, queries: Tensor) -> Tensor:
         """Attend all tokens, those of the last ``update`` included, for a layer above that shares them: [batch,
         num_query_heads, num_new, head_dim]."""
+        raise UnsupportedModel("queries of layers that share keys and values cannot be foreseen; name another method.")
 
     def get_max_length(self) -> int:
         return -1
