@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine import loop_sequences
+from engine.test_hybrid_steps import FAMILIES as HYBRIDS
+from engine.test_hybrid_steps import MORE
 from engine.tiny_directory import text_of, write_anchors, write_model
 from refusals import refused
 
@@ -100,7 +102,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL), ("GptOss", FULL),
+        ("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL),
         ("Llama", {"rope_parameters": {**LONGROPE, **FACTORS}}),  # some of the prompts are longer, some shorter
     ],
 )  # fmt: skip
@@ -111,8 +113,16 @@ def test_other_architectures_answer_as_on_the_composed_path(
     fast, slow = (answers(llm(directory, path)) for path in ("auto", "composed"))
     assert tokens(fast) == tokens(slow)
     assert [answer.decode("density") for answer in fast] == [answer.decode("density") for answer in slow]
-    if family != "GptOss":  # its experts may be looked up by the host
-        assert {answer.path for answer in fast} == {"captured"}
+    assert {answer.path for answer in fast} == {"captured"}
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS, *MORE])
+def test_hybrids_are_captured(family: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, family, eos_token_id=None, **{**HYBRIDS, **MORE}[family])
+    fast, slow = (answers(llm(directory, path), sampling=SAMPLED) for path in ("captured", "composed"))
+    assert {answer.path for answer in fast} == {"captured"}
+    assert tokens(fast) == tokens(slow)
+    assert [answer.decode("density") for answer in fast] == [answer.decode("density") for answer in slow]
 
 
 def test_layers_that_reuse_are_captured(directory: Path, tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "Gemma3": SLIDING,
     "GptOss": SLIDING,  # sink logits
-    "Gemma4": {**SLIDING, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    "Gemma4": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "num_hidden_layers": 4,
+               "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 259,
+               "num_kv_shared_layers": 2},
     "Qwen3_5Moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_ff_dim": 32},
     "NemotronH": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "num_hidden_layers": 4, **ROUTED,
@@ -56,14 +58,16 @@ MORE: dict[str, dict[str, Any]] = {
     "Gemma2": SLIDING,
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4Moe": {**ROUTED, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "MiMoV2Flash": {**SLIDING, **ROUTED, "v_head_dim": 8, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "Bamba": {**MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 16},
     "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4,
                          "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     "Jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
               "num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False},
-    "Gemma3n": {**SLIDING, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
-                "vocab_size_per_layer_input": 96, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 3,
-                "intermediate_size": [32] * 3},
+    "Gemma3n": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
+                "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 4,
+                "vocab_size_per_layer_input": 96, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4,
+                "intermediate_size": [32] * 4},
 }  # fmt: skip
 ASKS_THE_HOST = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item"}
 

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from kvsift.kernels.block_attention import block_attention_triton
 from kvsift.kernels.block_pages import BlockPages, place_pages_triton
 from kvsift.kernels.constrain_logits import constrain_logits_triton
+from kvsift.kernels.expert_linear import expert_linear_triton
 from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_attention import page_attention_triton
 from kvsift.kernels.page_summary import SUMMARIES, row_format
@@ -73,6 +74,18 @@ def launch_all(cases: list[Any], sketches: list[Any]) -> None:
             block_attention_triton(case.queries, case.kv, size, scale=1.0, softcap=3.0 if group == 3 else None)
 
 
+def launch_of_hybrids() -> None:
+    for group, head_dim in ((8, 64), (2, 256), (8, 512)):  # attention over windows, token by token
+        case = draw_case([300, 1], 2, group, head_dim, 16, torch.bfloat16, device="cpu")
+        lists = torch.zeros(2, 2, 128, dtype=torch.int32), torch.ones(2, 2, dtype=torch.int32)
+        sinks = torch.zeros(2 * group, dtype=torch.bfloat16)
+        page_attention_triton(case.queries, case.kv, *lists, scale=1.0, sink_logit=sinks, unit_size=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, experts = torch.zeros(4, 96, 64, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        expert_linear_triton(torch.zeros(1, 64, dtype=dtype), weight, experts)
+        expert_linear_triton(torch.zeros(2, 96, dtype=dtype), weight.mT, experts, torch.zeros(4, 64, dtype=dtype))
+
+
 def launch_over_blocks() -> None:
     pages = BlockPages(64, 16, 4)
     blocks, lengths = torch.zeros(2, 300, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -122,6 +135,7 @@ def launch_usual() -> None:
     words, penalties = torch.zeros(8, 4008, dtype=torch.int32), torch.ones(3, 8)
     logits, counts = torch.zeros(8, 128256), torch.zeros(8, 128256, dtype=torch.int32)
     constrain_logits_triton(logits, counts, penalties, torch.zeros_like(logits), words)
+    launch_of_hybrids()
 
 
 if __name__ == "__main__":

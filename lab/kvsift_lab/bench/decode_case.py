@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
 from kvsift.models.captured_step import Step
 from kvsift.models.hf.adapter import origin_of
+from kvsift.models.hf.slot_states import other_layers
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.hf.state_snapshot import NO_TOKENS
 from kvsift.models.scaled_linear import ScaledLinear
@@ -123,6 +125,7 @@ def _like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> Spars
     made = make_cache(model, plan, probe_every=0, placement=cache.run.placement)
     made.run.kv, made.run.table = table.kv, table
     made.adopt([each.shape for each in cache.attentions], cache.attentions[0].like, NO_TOKENS, False, 1)
+    made.take_states(deepcopy(other_layers(cache.layers)))
     return made
 
 

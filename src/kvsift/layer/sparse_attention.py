@@ -93,6 +93,15 @@ class SparseAttention(LayerCache):
             self._start_preparing()
         return torch.zeros_like(chunk.queries) if output is None else output
 
+    def attend_again(self, queries: Tensor) -> Tensor:
+        """Attend everything for other queries of the tokens that were stored last, which are not counted: [batch,
+        num_query_heads, num_new, head_dim], as ``queries``."""
+        outputs = []
+        for row, length in enumerate(self.store.lengths):
+            segment = Segment(queries[row : row + 1], length - queries.shape[2], length)
+            outputs.append(self.store.attend_all(row, segment).output)
+        return torch.cat(outputs)
+
     def _attend_generated(
         self, row: int, queries: Tensor, keys: Tensor, values: Tensor, foreseen: Tensor | None, exact: Exact
     ) -> Part:

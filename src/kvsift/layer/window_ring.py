@@ -38,12 +38,13 @@ class WindowRing:
         num_slots: sequences side by side.
         spare: most steps that are forgotten.
         like: keys of the layer, [any, num_kv_heads, any, head_dim].
+        value_dim: channels of values in ``load`` and ``last``; the ring has head_dim for them, as stores have.
     """
 
-    def __init__(self, window: int, num_slots: int, spare: int, like: Tensor) -> None:
+    def __init__(self, window: int, num_slots: int, spare: int, like: Tensor, value_dim: int) -> None:
         self.window, num_pages = window, -(-(window + spare) // PAGE_SIZE)
         self.size = num_pages * PAGE_SIZE  # of a ring, in tokens
-        self.num_kv_heads = like.shape[1]
+        self.num_kv_heads, self._value_dim = like.shape[1], value_dim
         sizes = self.num_kv_heads, num_slots * num_pages, PAGE_SIZE, like.shape[3]
         self._keys, self._values = (like.new_zeros(sizes) for _ in range(2))
         pages = torch.arange(num_slots * num_pages, dtype=torch.int32, device=like.device)
@@ -66,16 +67,19 @@ class WindowRing:
             counts.expand(-1, self.num_kv_heads).contiguous(),
         )
 
+    def append(self, keys: Tensor, values: Tensor, places: RingPlaces) -> None:
+        """Store a token of each sequence, [slots, num_kv_heads, head_dim] both."""
+        append(PagedKV(self._keys, self._values, self._table, places.newest), keys, values, {})
+
     def attend(
-        self, shape: LayerShape, queries: Tensor, keys: Tensor, values: Tensor, places: RingPlaces, batch: DecodeBatch,
+        self, shape: LayerShape, queries: Tensor, places: RingPlaces, batch: DecodeBatch,
         sink_logit: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Store a token of each sequence and attend the window.
+        """Attend the window of each sequence, the token that was stored last included.
 
         Args:
             shape: shape of the layer.
             queries: [slots, num_query_heads, head_dim].
-            keys, values: [slots, num_kv_heads, head_dim].
             places: of this step.
             batch: keeps the workspace.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
@@ -83,7 +87,6 @@ class WindowRing:
         Returns:
             [slots, num_query_heads, head_dim].
         """
-        append(PagedKV(self._keys, self._values, self._table, places.newest), keys, values, {})
         kv, space = PagedKV(self._keys, self._values, self._table, places.filled), None
         if kv.keys.is_cuda:
             rows = kv.batch * self.num_kv_heads
@@ -95,16 +98,17 @@ class WindowRing:
         )  # fmt: skip
 
     def load(self, slot: int, keys: Tensor, values: Tensor, length: int) -> None:
-        """Begin with the last tokens of a sequence of ``length`` tokens, [num_kv_heads, few tokens, head_dim]."""
+        """Begin with the last tokens of a sequence of ``length`` tokens, [num_kv_heads, few tokens, head_dim or
+        value_dim]."""
         at = self._at(slot, length, keys.shape[1])
         for ring, tokens in ((self._keys, keys), (self._values, values)):
-            ring.flatten(1, 2)[:, at] = tokens
+            ring.flatten(1, 2)[:, at, : tokens.shape[2]] = tokens
 
     def last(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the tokens that the next query of a sequence of ``length`` tokens sees, beside its
-        own: [num_kv_heads, fewer than window, head_dim]."""
+        own: [num_kv_heads, fewer than window, head_dim or value_dim]."""
         at = self._at(slot, length, min(length, self.window - 1))
-        return self._keys.flatten(1, 2)[:, at], self._values.flatten(1, 2)[:, at]
+        return self._keys.flatten(1, 2)[:, at], self._values.flatten(1, 2)[:, at, : self._value_dim]
 
     def _at(self, slot: int, length: int, count: int) -> Tensor:
         """Places of the last tokens of a sequence among those of all slots, int64 [count]."""

@@ -16,8 +16,6 @@ from transformers import (
     DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -73,13 +71,6 @@ def sliding_mistral() -> PreTrainedModel:
     return tiny("Mistral", sliding_window=16)
 
 
-def gemma3n() -> PreTrainedModel:
-    layers = {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
-    shared = {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [32] * 4}
-    rest = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "altup_num_inputs": 2}
-    return Gemma3nForCausalLM(Gemma3nTextConfig(**{**SIZES, **layers, **shared, **rest}))
-
-
 REFUSED = {
     bloom: ("BloomForCausalLM", NO_INTERFACE),
     falcon: ("FalconForCausalLM", NO_INTERFACE),
@@ -90,7 +81,6 @@ REFUSED = {
     bart: ("BartForCausalLM", "of an encoder, or cross-attention"),
     gemma_both_ways: ("GemmaForCausalLM", "its attention is bidirectional"),
     sliding_mistral: ("MistralForCausalLM", "no full-attention layer (it attends through sliding windows)"),
-    gemma3n: ("Gemma3nForCausalLM", "cache"),  # its upper layers attend what lower ones cached
 }
 
 

@@ -81,6 +81,11 @@ class AttendingLayer(CacheLayerMixin):
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim]."""
 
+    def attend_again(self, queries: Tensor) -> Tensor:
+        """Attend all tokens, those of the last ``update`` included, for a layer above that shares them: [batch,
+        num_query_heads, num_new, head_dim]."""
+        raise UnsupportedModel("queries of layers that share keys and values cannot be foreseen; name another method.")
+
     def get_max_length(self) -> int:
         return -1
 
@@ -125,11 +130,15 @@ def attention_forward(
             raise UnsupportedModel(
                 "its attention is bidirectional (is_causal=False); kvsift supports causal attention only."
             )
-        if key._pending is None:
-            raise UnsupportedModel("a layer attends the cache of another layer; in kvsift every layer has its own.")
-        sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
-        shape = LayerShape(*sizes, scale, softcap, key.rope, key.peers, key.origin)
-        output = key.attend(shape, query, attention_mask, s_aux)[..., : key.value_dim]
+        if key._pending is not None:
+            sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
+            shape = LayerShape(*sizes, scale, softcap, key.rope, key.peers, key.origin)
+            output = key.attend(shape, query, attention_mask, s_aux)
+        elif getattr(module, "is_kv_shared_layer", False):
+            output = key.attend_again(query)
+        else:
+            raise UnsupportedModel("a layer attends the cache of another one, which this model does not say of itself.")
+        output = output[..., : key.value_dim]
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal  # a vision tower is bidirectional

@@ -19,6 +19,7 @@ from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.attention import AttendingLayer
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.rope import RopeLimits
 from kvsift.models.hf.run import SparseRun
 from kvsift.models.hf.slot_states import SlotStates, not_taken
@@ -46,6 +47,9 @@ class StepLayer(AttendingLayer):
         self._decode.sink_logit = sink_logit
         return self._decode.attend(queries, self._mode).unsqueeze(2)
 
+    def attend_again(self, queries: Tensor) -> Tensor:
+        return self._decode.attend(queries[:, :, 0].contiguous(), "dense").unsqueeze(2)
+
 
 class TransformersStep:
     """A ``Step`` by the model's own forward pass.
@@ -67,6 +71,7 @@ class TransformersStep:
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:
         self._model, self._rotation = model, rotation
+        take_experts(model)
 
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""

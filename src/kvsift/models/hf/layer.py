@@ -114,6 +114,15 @@ class SparseLayer(AttendingLayer):
             return attention.attend(chunk, decode_tokens, sink_logit, exact=self.run.exact)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
+    def attend_again(self, queries: Tensor) -> Tensor:
+        """As ``AttendingLayer``: densely, whatever the plan, which is about layers with tokens of their own."""
+        assert self.attention is not None
+        if self.valid is not None:
+            raise UnsupportedCall(
+                "layers of this model share keys and values, and are attended without padding. Pass prompts one by one."
+            )
+        return self.attention.attend_again(queries)
+
     def attend_fused(self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int) -> Tensor:
         """As ``update`` and ``attend`` of a fused pass, whose tokens are all real; the last ones are generated.
 

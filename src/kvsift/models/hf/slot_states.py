@@ -35,8 +35,16 @@ class WindowLayer(AttendingLayer):
 
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         keys, values = (tokens[:, :, 0] for tokens in self.taken())
-        queries = queries[:, :, 0].contiguous()
-        return self._ring.attend(shape, queries, keys, values, self._places, self._batch, sink_logit).unsqueeze(2)
+        self._ring.append(keys, values, self._places)
+        self._shape = shape
+        return self._attended(queries, sink_logit)
+
+    def attend_again(self, queries: Tensor) -> Tensor:
+        return self._attended(queries)
+
+    def _attended(self, queries: Tensor, sink_logit: Tensor | None = None) -> Tensor:
+        queries, shape = queries[:, :, 0].contiguous(), self._shape
+        return self._ring.attend(shape, queries, self._places, self._batch, sink_logit).unsqueeze(2)
 
 
 class LinearStates:
@@ -82,11 +90,11 @@ class SlotStates:
 
     def __init__(self, layers: Sequence[Any], num_slots: int) -> None:
         self.num_slots = num_slots
-        others = [(index, layer) for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)]
+        others = list(other_layers(layers).items())
         self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
         self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
         self._rings = {
-            index: WindowRing(layer.sliding_window, num_slots, KEPT_STEPS, layer.keys)
+            index: WindowRing(layer.sliding_window, num_slots, KEPT_STEPS, layer.keys, layer.values.shape[3])
             for index, layer in others
             if type(layer) is DynamicSlidingWindowLayer
         }
@@ -163,11 +171,13 @@ def not_taken(layers: Sequence[Any]) -> str:
 
 def empty_states(layers: Sequence[Any]) -> dict[int, Any]:
     """Return layers of no sequence, like those without pages in a cache that has attended a token."""
-    return {
-        index: _mapped(layer, lambda tensor: tensor.new_empty(0, *tensor.shape[1:]))
-        for index, layer in enumerate(layers)
-        if not isinstance(layer, SparseLayer)
-    }
+    others = other_layers(layers)
+    return {i: _mapped(layer, lambda tensor: tensor.new_empty(0, *tensor.shape[1:])) for i, layer in others.items()}
+
+
+def other_layers(layers: Sequence[Any]) -> dict[int, Any]:
+    """Return the layers that are not kvsift's, by index."""
+    return {index: layer for index, layer in enumerate(layers) if not isinstance(layer, SparseLayer)}
 
 
 def _mapped(layer: Any, change: Callable[[Tensor], Tensor]) -> Any:
