@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include "experts.hpp"
 #include "extremes.hpp"
 #include "packed.hpp"
 #include "rotary.hpp"
@@ -18,20 +19,19 @@ T* at(Address address) {
 }
 
 template <class T>
-void multiply_at(Address x, int num_rows, Address weight, std::int64_t num_out, int num_in, Address norm, float eps,
-                 Address bias, Address residual, bool gated, int threads, Address out) {
-  multiply<T>({at<T>(x), at<T>(weight), at<T>(norm), at<T>(bias), at<T>(residual), at<T>(out), num_out, num_rows, num_in, eps,
-               gated},
+void multiply_at(Address x, int num_rows, Address weight, std::int64_t num_out, int num_in, const Norm& norm,
+                 Address bias, Address residual, bool gated, bool gelu, int threads, Address out) {
+  multiply<T>({at<T>(x), at<T>(weight), norm, at<T>(bias), at<T>(residual), at<T>(out), num_out, num_rows, num_in, gated, gelu},
               threads);
 }
 
 template <class T>
-void multiply_packed_at(Address x, int num_rows, const std::vector<PackedMatrix>& parts, Address norm, float eps, Address bias,
-                        Address residual, bool gated, int threads, Address out) {
+void multiply_packed_at(Address x, int num_rows, const std::vector<PackedMatrix>& parts, const Norm& norm, Address bias,
+                        Address residual, bool gated, bool gelu, int threads, Address out) {
   std::int64_t num_out = 0;
   for (const PackedMatrix& part : parts) num_out += part.num_out;
-  multiply<T>({at<T>(x), nullptr, at<T>(norm), at<T>(bias), at<T>(residual), at<T>(out), num_out, num_rows, parts.at(0).num_in,
-               eps, gated},
+  multiply<T>({at<T>(x), nullptr, norm, at<T>(bias), at<T>(residual), at<T>(out), num_out, num_rows, parts.at(0).num_in, gated,
+               gelu},
               parts, threads);
 }
 
@@ -44,6 +44,31 @@ void unpack_at(const PackedMatrix& matrix, Address outputs, std::int64_t count, 
   }
 }
 
+template <class T>
+void normalise_at(const T* x, int num_rows, int width, const Norm& norm, const T* residual, T* out) {
+  std::vector<float> normal(static_cast<std::size_t>(width));
+  for (int row = 0; row < num_rows; ++row, x += width, out += width) {
+    add_normalised(x, norm, width, residual, normal.data(), out);
+    if (residual != nullptr) residual += width;
+  }
+}
+
+template <class T>
+void route_at(const T* logits, int num_rows, int num_experts, const Routing& routing, std::int64_t* chosen, float* weights) {
+  for (int row = 0; row < num_rows; ++row, logits += num_experts, chosen += routing.top_k, weights += routing.top_k)
+    route(logits, num_experts, routing, chosen, weights);
+}
+
+template <class T>
+void mix_at(const T* outputs, const float* weights, int num_rows, int top_k, int width, const T* residual, T* out) {
+  std::vector<const T*> rows(static_cast<std::size_t>(top_k));
+  for (int row = 0; row < num_rows; ++row, weights += top_k, out += width) {
+    for (const T*& each : rows) each = outputs, outputs += width;
+    mix(rows.data(), weights, top_k, width, residual, out);
+    if (residual != nullptr) residual += width;
+  }
+}
+
 }  // namespace
 
 void bind_product(nb::module_& m) {
@@ -51,9 +76,41 @@ void bind_product(nb::module_& m) {
   m.def(
       "multiply",
       [](bool bf16, Address x, int num_rows, Address weight, std::int64_t num_out, int num_in, Address norm, float eps,
-         Address bias, Address residual, bool gated, int threads, Address out) {
-        (bf16 ? multiply_at<std::uint16_t> : multiply_at<float>)(x, num_rows, weight, num_out, num_in, norm, eps, bias,
-                                                                 residual, gated, threads, out);
+         float offset, Address bias, Address residual, bool gated, bool gelu, int threads, Address out) {
+        (bf16 ? multiply_at<std::uint16_t> : multiply_at<float>)(x, num_rows, weight, num_out, num_in,
+                                                                 {at<void>(norm), eps, offset}, bias, residual, gated, gelu,
+                                                                 threads, out);
+      },
+      free_gil);
+  m.def(
+      "normalise",
+      [](bool bf16, Address x, int num_rows, int width, Address weight, float eps, float offset, Address residual, Address out) {
+        const Norm norm{at<void>(weight), eps, offset};
+        if (bf16)
+          normalise_at(at<std::uint16_t>(x), num_rows, width, norm, at<std::uint16_t>(residual), at<std::uint16_t>(out));
+        else
+          normalise_at(at<float>(x), num_rows, width, norm, at<float>(residual), at<float>(out));
+      },
+      free_gil);
+  m.def(
+      "route",
+      [](bool bf16, Address logits, int num_rows, int num_experts, int top_k, bool sigmoid, bool normalised, float factor,
+         Address bias, Address chosen, Address weights) {
+        const Routing routing{top_k, sigmoid, normalised, factor, at<float>(bias)};
+        if (bf16)
+          route_at(at<std::uint16_t>(logits), num_rows, num_experts, routing, at<std::int64_t>(chosen), at<float>(weights));
+        else
+          route_at(at<float>(logits), num_rows, num_experts, routing, at<std::int64_t>(chosen), at<float>(weights));
+      },
+      free_gil);
+  m.def(
+      "mix",
+      [](bool bf16, Address outputs, Address weights, int num_rows, int top_k, int width, Address residual, Address out) {
+        if (bf16)
+          mix_at(at<std::uint16_t>(outputs), at<float>(weights), num_rows, top_k, width, at<std::uint16_t>(residual),
+                 at<std::uint16_t>(out));
+        else
+          mix_at(at<float>(outputs), at<float>(weights), num_rows, top_k, width, at<float>(residual), at<float>(out));
       },
       free_gil);
   nb::class_<PackedMatrix>(m, "PackedMatrix")
@@ -73,20 +130,20 @@ void bind_product(nb::module_& m) {
           free_gil);
   m.def(
       "multiply_packed",
-      [](bool bf16, Address x, int num_rows, const std::vector<PackedMatrix>& parts, Address norm, float eps, Address bias,
-         Address residual, bool gated, int threads, Address out) {
-        (bf16 ? multiply_packed_at<std::uint16_t> : multiply_packed_at<float>)(x, num_rows, parts, norm, eps, bias, residual,
-                                                                               gated, threads, out);
+      [](bool bf16, Address x, int num_rows, const std::vector<PackedMatrix>& parts, Address norm, float eps, float offset,
+         Address bias, Address residual, bool gated, bool gelu, int threads, Address out) {
+        (bf16 ? multiply_packed_at<std::uint16_t> : multiply_packed_at<float>)(x, num_rows, parts, {at<void>(norm), eps, offset},
+                                                                               bias, residual, gated, gelu, threads, out);
       },
       free_gil);
   m.def(
       "rotate",
-      [](bool bf16, Address heads, int num_heads, int width, Address cos, Address sin, Address norm, float eps) {
+      [](bool bf16, Address heads, int num_heads, int width, int rotated, Address cos, Address sin, Address norm, float eps, float offset) {
+        const Norm of_heads{at<void>(norm), eps, offset};
         if (bf16)
-          rotate<std::uint16_t>(at<std::uint16_t>(heads), num_heads, width, at<std::uint16_t>(cos), at<std::uint16_t>(sin),
-                                at<std::uint16_t>(norm), eps);
+          rotate(at<std::uint16_t>(heads), num_heads, width, rotated, at<std::uint16_t>(cos), at<std::uint16_t>(sin), of_heads);
         else
-          rotate<float>(at<float>(heads), num_heads, width, at<float>(cos), at<float>(sin), at<float>(norm), eps);
+          rotate(at<float>(heads), num_heads, width, rotated, at<float>(cos), at<float>(sin), of_heads);
       },
       free_gil);
   m.def(

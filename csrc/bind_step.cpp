@@ -1,6 +1,7 @@
 // A whole decode step for Python. Addresses are integers; the Python callers check the shapes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "step.hpp"
@@ -27,6 +28,13 @@ Done step(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequ
   return done;
 }
 
+using Numbers = std::tuple<Address, float, float>;  // of a norm: address of its weight, eps, offset
+
+Norm norm_of(const Numbers& numbers) {
+  const auto& [weight, eps, offset] = numbers;
+  return {at<void>(weight), eps, offset};
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m) {
@@ -40,15 +48,27 @@ void bind_step(nb::module_& m) {
         new (self) Matrix{nullptr, at<void>(bias), num_out, parts.at(0).num_in, parts};
       });
   nb::class_<Decoder>(m, "Decoder")
-      .def("__init__", [](Decoder* self, bool bf16, int num_query_heads, int num_kv_heads, int head_dim, float scale,
-                          const Matrix& embedding, Address norm, float norm_eps, const Matrix& head) {
-        new (self) Decoder{bf16, num_query_heads, num_kv_heads, head_dim, scale, embedding, at<void>(norm), norm_eps, head, {}};
+      .def("__init__", [](Decoder* self, bool bf16, int num_query_heads, int num_kv_heads, int head_dim, int rotary_dim,
+                          float scale, float softcap, const Matrix& embedding, float embedding_scale, Address norm, float eps, float offset,
+                          const Matrix& head, bool gelu) {
+        new (self) Decoder{bf16, num_query_heads, num_kv_heads, head_dim, rotary_dim, scale, softcap, embedding, embedding_scale,
+                           {at<void>(norm), eps, offset}, head, gelu, {}};
       })
-      .def("add_layer", [](Decoder& self, const Matrix& qkv, const Matrix& output, const Matrix& gate_up, const Matrix& down,
-                           Address attention_norm, float attention_eps, Address mlp_norm, float mlp_eps, Address query_norm,
-                           Address key_norm, float head_eps) {
-        self.layers.push_back({qkv, output, gate_up, down, at<void>(attention_norm), at<void>(mlp_norm), at<void>(query_norm),
-                               at<void>(key_norm), attention_eps, mlp_eps, head_eps});
+      .def("add_layer", [](Decoder& self, const Matrix& qkv, const Matrix& output, const Numbers& before_attention,
+                           const Numbers& after_attention, const Numbers& before_mlp, const Numbers& after_mlp,
+                           const Numbers& of_queries, const Numbers& of_keys, int rope) {
+        self.layers.push_back({qkv, output, norm_of(before_attention), norm_of(before_mlp), norm_of(after_attention),
+                               norm_of(after_mlp), norm_of(of_queries), norm_of(of_keys)});
+        self.layers.back().rope = rope;
+      })
+      .def("set_mlp", [](Decoder& self, const Matrix& gate_up, const Matrix& down) {  // of the last layer
+        self.layers.back().gate_up = gate_up, self.layers.back().down = down;
+      })
+      .def("set_experts", [](Decoder& self, const Matrix& router, const std::vector<Matrix>& gate_up,
+                             const std::vector<Matrix>& down, int top_k, bool sigmoid, bool normalised, float factor,
+                             Address bias) {
+        const Routing routing{top_k, sigmoid, normalised, factor, at<float>(bias)};
+        self.layers.back().experts = std::make_shared<const Experts>(Experts{router, gate_up, down, routing});
       });
   nb::class_<DecodeSequence>(m, "DecodeSequence")
       .def("__init__", [](DecodeSequence* self, int page_size, bool coded) {
@@ -62,10 +82,16 @@ void bind_step(nb::module_& m) {
         self.layers.push_back({at<void>(keys), at<void>(values), stride, at<void>(extremes), extremes_stride,
                                at<std::uint8_t>(sketches), sketches_stride});
       })
+      .def("add_window", [](DecodeSequence& self, Address keys, Address values, std::int64_t stride) {
+        self.layers.push_back({at<void>(keys), at<void>(values), stride, nullptr, 0, nullptr, 0, true, true});
+      })
       .def("begin", [](DecodeSequence& self, const std::vector<std::int64_t>& ids, std::int64_t position, Address cos, Address sin,
-                       Address runs, std::int64_t num_runs, std::int64_t num_pool_pages) {
+                       const std::vector<float>& query_scales, Address runs, std::int64_t num_runs,
+                       std::int64_t num_pool_pages, std::int64_t window_first, std::int64_t window_count) {
         self.ids = ids, self.position = position, self.cos = at<void>(cos), self.sin = at<void>(sin);
+        self.query_scales = query_scales;
         self.runs = at<const Run>(runs), self.num_runs = num_runs, self.num_pool_pages = num_pool_pages;
+        self.window_first = window_first, self.window_count = window_count;
         self.selects = false, self.asked = nullptr, self.chosen = nullptr;
         for (LayerPages& layer : self.layers) layer.dense = true;
       })

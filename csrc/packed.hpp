@@ -115,7 +115,7 @@ class PackedProduct {
   }
 
  private:
-  const Product<T>& call_;
+  const Product<T> call_;
   const std::vector<PackedMatrix>& parts_;
   const PackedInputs& inputs_;
   const std::int64_t num_chunks_;

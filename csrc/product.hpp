@@ -12,35 +12,53 @@
 
 namespace kvsift {
 
-// out[i] = weight[i] * x[i] / rms(x), rounded to T as Llama's norm rounds
+// Of an RMS norm.
+struct Norm {
+  const void* weight = nullptr;  // nullptr: there is no norm
+  float eps = 0.0f;
+  float offset = 0.0f;  // added to the weight; the product is then rounded once, as Gemma's, else as Llama's
+};
+
+// out[i] = (weight[i] + offset) * x[i] / rms(x), rounded to T
 template <class T>
-void rms_norm(const T* x, const T* weight, int width, float eps, float* out) {
+void rms_norm(const T* x, const Norm& norm, int width, float* out) {
+  const T* const weight = static_cast<const T*>(norm.weight);
   double squares = 0;
   for (int i = 0; i < width; ++i) squares += double(load(x + i)) * load(x + i);
-  const float scale = 1.0f / std::sqrt(float(squares / width) + eps);
-  for (int i = 0; i < width; ++i) out[i] = rounded<T>(load(weight + i) * rounded<T>(load(x + i) * scale));
+  const float scale = 1.0f / std::sqrt(float(squares / width) + norm.eps);
+  if (norm.offset != 0.0f)
+    for (int i = 0; i < width; ++i) out[i] = rounded<T>(load(x + i) * scale * (load(weight + i) + norm.offset));
+  else
+    for (int i = 0; i < width; ++i) out[i] = rounded<T>(load(weight + i) * rounded<T>(load(x + i) * scale));
+}
+
+// A row after its norm, added to a residual if there is one; normal: room for width numbers. out may be the residual.
+template <class T>
+void add_normalised(const T* x, const Norm& norm, int width, const T* residual, float* normal, T* out) {
+  rms_norm(x, norm, width, normal);
+  for (int i = 0; i < width; ++i) store(out + i, residual == nullptr ? normal[i] : load(residual + i) + normal[i]);
 }
 
 template <class T>
 struct Product {
   const T* x;         // [num_rows, num_in]
   const T* weight;    // [num_out, num_in]; nullptr: packed (packed.hpp)
-  const T* norm;      // [num_in], weight of an RMS norm of x; or nullptr
+  Norm norm;          // of x
   const T* bias;      // [num_out]; or nullptr
   const T* residual;  // [num_rows, num_out], added; or nullptr
-  T* out;             // [num_rows, num_out]; gated: [num_rows, num_out / 2], silu of the first half times the second
+  T* out;             // [num_rows, num_out]; gated: [num_rows, num_out / 2], act of the first half times the second
   std::int64_t num_out;
   int num_rows, num_in;
-  float eps;
   bool gated;
+  bool gelu;  // act is GELU by tanh; else silu
 };
 
 // A row of x in float32, after the norm if there is one.
 template <class T>
 void read_input(const Product<T>& call, int row, float* to) {
   const T* from = call.x + std::int64_t(row) * call.num_in;
-  if (call.norm != nullptr)
-    rms_norm(from, call.norm, call.num_in, call.eps, to);
+  if (call.norm.weight != nullptr)
+    rms_norm(from, call.norm, call.num_in, to);
   else
     for (int i = 0; i < call.num_in; ++i) to[i] = load(from + i);
 }
@@ -58,7 +76,7 @@ template <class T>
 void write_outputs(const Product<T>& call, std::int64_t first, std::int64_t count, const float* products, const float* factors,
                    std::int64_t stride) {
   const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
-  const Outputs to{call.bias, call.residual, call.out, width, sizeof(T) == 2};
+  const Outputs to{call.bias, call.residual, call.out, width, sizeof(T) == 2, call.gelu};
   kernels().finish(to, call.num_rows, first, count, products, call.gated ? factors : nullptr, stride);
 }
 

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 
 #include "attention.hpp"
 #include "coded_rows.hpp"
+#include "experts.hpp"
 #include "extremes.hpp"
 #include "packed.hpp"
 #include "pages.hpp"
@@ -22,8 +24,8 @@ namespace kvsift {
 
 struct Matrix {
   const void *weight, *bias;  // [num_out, num_in]; [num_out] or nullptr
-  std::int64_t num_out;
-  int num_in;
+  std::int64_t num_out = 0;
+  int num_in = 0;
   std::vector<PackedMatrix> parts = {};  // of packed weights; then there is no weight
 
   bool is_packed() const { return !parts.empty(); }
@@ -45,25 +47,36 @@ struct ProductInputs {
   }
 };
 
+struct Experts {
+  Matrix router;
+  std::vector<Matrix> gate_up, down;  // of each
+  Routing routing;
+};
+
 struct LayerWeights {
-  Matrix qkv, output, gate_up, down;
-  const void *attention_norm, *mlp_norm;  // of RMS norms
-  const void *query_norm, *key_norm;      // of each head; or nullptr
-  float attention_eps, mlp_eps, head_eps;
+  Matrix qkv, output;
+  Norm before_attention, before_mlp;
+  Norm after_attention = {}, after_mlp = {};  // of what is added, if it has one
+  Norm of_queries = {}, of_keys = {};         // of each head, if they have one
+  Matrix gate_up = {}, down = {};             // of the MLP, or of what experts share; without weights: there is none
+  std::shared_ptr<const Experts> experts = nullptr;
+  int rope = 0;  // which angles rotate its heads
 };
 
 struct Decoder {
   bool bf16;  // all weights that are not packed, keys and values; else float32
-  int num_query_heads, num_kv_heads, head_dim;
-  float scale;            // of logits of attention
-  Matrix embedding;       // [vocabulary, hidden]
-  const void* norm;
-  float norm_eps;
+  int num_query_heads, num_kv_heads, head_dim, rotary_dim;
+  float scale, softcap;    // of logits of attention; 0: they have no cap
+  Matrix embedding;        // [vocabulary, hidden]
+  float embedding_scale;   // of its rows
+  Norm norm;
   Matrix head;
+  bool gelu;  // gates are GELU by tanh; else silu
   std::vector<LayerWeights> layers;
 };
 
-// The pool of a layer, [num_kv_heads, pages, ...]; strides of heads in numbers, of coded rows in bytes.
+// The pool of a layer, [num_kv_heads, pages, ...]; strides of heads in numbers, of coded rows in bytes. Of a windowed layer, the
+// keys and values of its window alone, [num_kv_heads, tokens, head_dim].
 struct LayerPages {
   void *keys, *values;  // [page_size, head_dim] per page
   std::int64_t stride;
@@ -71,7 +84,8 @@ struct LayerPages {
   std::int64_t extremes_stride;
   std::uint8_t* sketches;  // [sketch.width] per page; nullptr: not maintained
   std::int64_t sketches_stride;
-  bool dense = true;  // every token is visible
+  bool dense = true;  // every token is visible, or all of the window
+  bool windowed = false;
 };
 
 // What a token sees in layers that are not dense: [0, sinks_stop), everything from window_start on, and for each selection
@@ -92,7 +106,9 @@ struct DecodeSequence {
   // Of a step:
   std::vector<std::int64_t> ids;  // of consecutive tokens; one, if the sequence selects
   std::int64_t position;          // of the first
-  const void *cos, *sin;          // [tokens, head_dim]
+  const void *cos, *sin;          // [ropes, tokens, rotary_dim]
+  std::vector<float> query_scales;  // of each token; empty: 1
+  std::int64_t window_first, window_count;  // tokens of windowed layers that are seen, the last of which is the new one
   const Run* runs;                // pages of the sequence, with those of the tokens
   std::int64_t num_runs, num_pool_pages;
   SelectionRule rule;
@@ -115,8 +131,8 @@ class StepSequence {
         candidates(candidate_table(sequence)), slots(sequence.ids.size()), queries(num_queries, decoder.head_dim, decoder.bf16),
         rotated(sequence.coded ? num_queries : 0, decoder.head_dim, false),
         features(by_extremes() ? num_queries : 0, 2 * decoder.head_dim, decoder.bf16), dense(all_pieces(decoder)),
-        listed(listed_pieces(decoder)), dense_states(dense, num_queries, queries.stride()),
-        listed_states(listed, num_queries, queries.stride()) {
+        listed(listed_pieces(decoder)), windowed(window_pieces(decoder)), dense_states(dense, num_queries, queries.stride()),
+        listed_states(listed, num_queries, queries.stride()), windowed_states(windowed, num_queries, queries.stride()) {
     tokens.write(sequence.position, sequence.stop(), slots.data());
     if (!selects()) return;
     chosen.resize(std::size_t(sequence.rule.num_selections * sequence.rule.num_units));
@@ -135,8 +151,13 @@ class StepSequence {
   bool by_extremes() const { return selects() && !sequence.rule.by_sketches; }
   bool ranks(std::size_t layer) const { return !is_dense(layer) && (sequence.rule.num_units > 0 || sequence.rule.rest); }
   bool estimates(std::size_t layer) const { return !is_dense(layer) && by_sketches() && sequence.rule.rest; }
-  const std::vector<Piece>& pieces(std::size_t layer) const { return is_dense(layer) ? dense : listed; }
-  PieceStates& states(std::size_t layer) { return is_dense(layer) ? dense_states : listed_states; }
+  bool is_windowed(std::size_t layer) const { return sequence.layers[layer].windowed; }
+  const std::vector<Piece>& pieces(std::size_t layer) const {
+    return is_windowed(layer) ? windowed : is_dense(layer) ? dense : listed;
+  }
+  PieceStates& states(std::size_t layer) {
+    return is_windowed(layer) ? windowed_states : is_dense(layer) ? dense_states : listed_states;
+  }
 
   // Makes the units that were chosen for a selection its list.
   void list_chosen(std::size_t layer, std::int64_t selection) {
@@ -202,6 +223,12 @@ class StepSequence {
                         tokens.range(0, tokens.length(), all_ids));
   }
 
+  std::vector<Piece> window_pieces(const Decoder& decoder) const {
+    if (sequence.window_count == 0) return {};
+    return dense_pieces(decoder.num_kv_heads, num_queries / decoder.num_kv_heads, 1,
+                        {sequence.window_first, sequence.window_count, nullptr});
+  }
+
   std::vector<Piece> listed_pieces(const Decoder& decoder) {  // as attend_units
     std::vector<Piece> pieces;
     if (!sequence.selects) return pieces;
@@ -223,8 +250,8 @@ class StepSequence {
 
   std::vector<std::int64_t> all_ids, sketched_ids;
   std::vector<std::vector<std::int64_t>> span_ids, lists;
-  const std::vector<Piece> dense, listed;
-  PieceStates dense_states, listed_states;
+  const std::vector<Piece> dense, listed, windowed;
+  PieceStates dense_states, listed_states, windowed_states;
 };
 
 template <class T>
@@ -232,11 +259,19 @@ class DecodeStep {
  public:
   DecodeStep(const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, T* logits)
       : decoder_(decoder), rows_(num_tokens(sequences)), hidden_(decoder.head.num_in), rotation_(decoder.head_dim),
-        logits_(logits),
-        from_x_(inputs(hidden_, [](const LayerWeights& layer) { return std::vector{&layer.qkv, &layer.gate_up}; }, &decoder.head)),
-        from_heads_(inputs(decoder.num_query_heads * decoder.head_dim, [](const LayerWeights& layer) { return std::vector{&layer.output}; })),
-        from_gates_(inputs(largest_gate(), [](const LayerWeights& layer) { return std::vector{&layer.down}; })), x_(std::size_t(rows_) * hidden_),
-        qkv_(std::size_t(rows_) * qkv_width()), gates_(std::size_t(rows_) * largest_gate()) {
+        logits_(logits), from_x_(inputs(hidden_, readers_of_x())), from_heads_(inputs(heads_width(), readers_of_heads())),
+        x_(std::size_t(rows_) * hidden_), normal_(x_.size()), qkv_(std::size_t(rows_) * qkv_width()) {
+    std::size_t gates = 0, added = x_.size(), routed = 0;
+    for (const LayerWeights& layer : decoder.layers) {
+      const int top_k = layer.experts ? layer.experts->routing.top_k : 1;
+      const std::size_t of_experts = layer.experts ? std::size_t(top_k) * layer.experts->down[0].num_in : 0;
+      gates = std::max(gates, rows_ * std::max(of_experts, std::size_t(layer.down.num_in)));
+      added = std::max(added, x_.size() * top_k);
+      if (layer.experts) routed = std::max(routed, std::size_t(rows_) * std::size_t(layer.experts->router.num_out));
+      const int width = layer.down.num_in;
+      if (width > 0) from_gates_.try_emplace(width, inputs(width, readers_of_gates(width)));
+    }
+    gates_.resize(gates), added_.resize(added), routed_.resize(routed);
     int row = 0;
     for (const DecodeSequence* sequence : sequences) {
       sequences_.push_back(std::make_unique<StepSequence>(*sequence, row, decoder, rotation_));
@@ -263,28 +298,51 @@ class DecodeStep {
       for (std::int64_t id : own->sequence.ids) embed(id, x), x += hidden_;
     double select_s = 0;
     Team::run(threads, [&](Team& team, bool leads) {
+      const Norm none;
+      const Norm* after = &none;  // of what the MLP before has added
       for (std::size_t layer = 0; layer < decoder_.layers.size(); ++layer) {
         const LayerWeights& weights = decoder_.layers[layer];
-        normalise(team, weights.attention_norm, weights.attention_eps);
-        multiply(team, weights.qkv, from_x_, nullptr, qkv_.data());
+        normalise(team, weights.before_attention, *after);
+        multiply(team, {job(weights.qkv, from_x_, nullptr, qkv_.data())});
         append(team, layer);
         const auto started = std::chrono::steady_clock::now();
         select(team, layer);
         if (leads) select_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
         attend(team, layer);
-        multiply(team, weights.output, from_heads_, x_.data(), x_.data());
-        normalise(team, weights.mlp_norm, weights.mlp_eps);
-        multiply(team, weights.gate_up, from_x_, nullptr, gates_.data(), &from_gates_);
-        multiply(team, weights.down, from_gates_, x_.data(), x_.data());
+        add(team, weights.output, from_heads_, weights.after_attention);
+        normalise(team, weights.before_mlp, weights.after_attention);
+        after = &weights.after_mlp;
+        if (weights.experts) ask_experts(team, *weights.experts);
+        if (weights.down.num_in == 0) continue;
+        ProductInputs& from_gates = from_gates_.at(weights.down.num_in);
+        multiply(team, {gates_job(weights.gate_up, from_x_, gates_.data(), from_gates)});
+        add(team, weights.down, from_gates, *after);
       }
-      normalise(team, decoder_.norm, decoder_.norm_eps);
-      multiply(team, decoder_.head, from_x_, nullptr, logits_);
+      normalise(team, decoder_.norm, *after);
+      multiply(team, {job(decoder_.head, from_x_, nullptr, logits_)});
     });
     return select_s;
   }
 
  private:
   static constexpr int kTasksPerThread = 2;  // of a product
+
+  // A matrix, rows of inputs, and where outputs go. Where a product follows at once, outputs are gated and are its inputs.
+  struct Job {
+    const Matrix* matrix;
+    const ProductInputs* inputs;
+    int rows;
+    const T* residual;
+    T* out;
+    ProductInputs* following;
+  };
+
+  Job job(const Matrix& matrix, const ProductInputs& inputs, const T* residual, T* out) const {
+    return {&matrix, &inputs, rows_, residual, out, nullptr};
+  }
+  Job gates_job(const Matrix& matrix, const ProductInputs& inputs, T* out, ProductInputs& following) const {
+    return {&matrix, &inputs, rows_, nullptr, out, &following};
+  }
 
   static int num_tokens(const std::vector<const DecodeSequence*>& sequences) {
     int count = 0;
@@ -293,73 +351,175 @@ class DecodeStep {
   }
 
   static const T* numbers(const void* data) { return static_cast<const T*>(data); }
+  int heads_width() const { return decoder_.num_query_heads * decoder_.head_dim; }
   std::int64_t qkv_width() const { return std::int64_t(decoder_.num_query_heads + 2 * decoder_.num_kv_heads) * decoder_.head_dim; }
-  int largest_gate() const { return decoder_.layers.empty() ? 0 : decoder_.layers[0].down.num_in; }
   int group() const { return decoder_.num_query_heads / decoder_.num_kv_heads; }
 
-  // Of the matrices that an input is multiplied with: matrices(layer) in each layer, and perhaps another.
-  template <class Matrices>
-  ProductInputs inputs(int num_in, Matrices&& matrices, const Matrix* other = nullptr) const {
-    bool some_packed = other != nullptr && other->is_packed(), some_plain = other != nullptr && !other->is_packed();
+  // Matrices that an input is multiplied with.
+  std::vector<const Matrix*> readers_of_x() const {
+    std::vector<const Matrix*> readers{&decoder_.head};
+    for (const LayerWeights& layer : decoder_.layers) {
+      readers.push_back(&layer.qkv);
+      if (layer.experts) readers.push_back(&layer.experts->router);
+      if (layer.down.num_in > 0) readers.push_back(&layer.gate_up);
+    }
+    return readers;
+  }
+  std::vector<const Matrix*> readers_of_heads() const {
+    std::vector<const Matrix*> readers;
+    for (const LayerWeights& layer : decoder_.layers) readers.push_back(&layer.output);
+    return readers;
+  }
+  std::vector<const Matrix*> readers_of_gates(int width) const {
+    std::vector<const Matrix*> readers;
     for (const LayerWeights& layer : decoder_.layers)
-      for (const Matrix* matrix : matrices(layer)) (matrix->is_packed() ? some_packed : some_plain) = true;
-    return {rows_, num_in, decoder_.bf16, some_plain, some_packed};
+      if (layer.down.num_in == width) readers.push_back(&layer.down);
+    return readers;
+  }
+
+  ProductInputs inputs(int num_in, const std::vector<const Matrix*>& readers) const {
+    const auto is_packed = [](const Matrix* matrix) { return matrix->is_packed(); };
+    return {rows_, num_in, decoder_.bf16, !std::all_of(readers.begin(), readers.end(), is_packed),
+            std::any_of(readers.begin(), readers.end(), is_packed)};
   }
 
   void embed(std::int64_t token, T* x) const {
-    if (!decoder_.embedding.is_packed()) {
-      std::memcpy(x, numbers(decoder_.embedding.weight) + token * hidden_, hidden_ * sizeof(T));
-      return;
-    }
+    const Matrix& embedding = decoder_.embedding;
     std::vector<float> row(static_cast<std::size_t>(hidden_));
-    decoder_.embedding.parts[0].unpack(token, row.data());
-    for (int i = 0; i < hidden_; ++i) store(x + i, row[std::size_t(i)]);
+    if (embedding.is_packed())
+      embedding.parts[0].unpack(token, row.data());
+    else
+      for (int i = 0; i < hidden_; ++i) row[std::size_t(i)] = load(numbers(embedding.weight) + token * hidden_ + i);
+    for (int i = 0; i < hidden_; ++i) store(x + i, rounded<T>(row[std::size_t(i)]) * decoder_.embedding_scale);
   }
 
-  void normalise(Team& team, const void* norm, float eps) {
+  // The inputs of the next products; after what was added has had its norm, if it has one.
+  void normalise(Team& team, const Norm& norm, const Norm& after) {
     team.each(rows_, [&](std::int64_t row) {
-      std::vector<float> normal(static_cast<std::size_t>(hidden_));
-      rms_norm(&x_[std::size_t(row) * hidden_], numbers(norm), hidden_, eps, normal.data());
-      from_x_.set(int(row), 0, normal.data(), hidden_);
+      T* const x = &x_[std::size_t(row) * hidden_];
+      float* const normal = &normal_[std::size_t(row) * hidden_];
+      if (after.weight != nullptr) add_normalised(&added_[std::size_t(row) * hidden_], after, hidden_, x, normal, x);
+      rms_norm(x, norm, hidden_, normal);
+      from_x_.set(int(row), 0, normal, hidden_);
     });
   }
 
-  // Multiplies inputs with a matrix. Where a product follows at once, outputs are gated and are its inputs.
-  void multiply(Team& team, const Matrix& matrix, const ProductInputs& inputs, const T* residual, T* out,
-                ProductInputs* following = nullptr) {
-    const Product<T> call{nullptr, numbers(matrix.weight), nullptr, numbers(matrix.bias), residual, out, matrix.num_out, rows_,
-                          matrix.num_in, 0.0f, following != nullptr};
-    const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
-    const auto pass_on = [&](std::int64_t start, std::int64_t count) {
-      if (following == nullptr) return;
-      std::vector<float> outputs(static_cast<std::size_t>(count));
-      for (int row = 0; row < rows_; ++row) {
-        for (std::int64_t i = 0; i < count; ++i) outputs[std::size_t(i)] = load(out + row * width + start + i);
-        following->set(row, int(start), outputs.data(), int(count));
+  // Adds outputs, or leaves them to normalise.
+  void add(Team& team, const Matrix& matrix, const ProductInputs& inputs, const Norm& after) {
+    const bool at_once = after.weight == nullptr;
+    multiply(team, {job(matrix, inputs, at_once ? x_.data() : nullptr, at_once ? x_.data() : added_.data())});
+  }
+
+  // The product of a job, whose tasks are any thread's.
+  class Multiplication {
+   public:
+    Multiplication(const Job& job, bool gelu, int threads)
+        : job_(job), call_{nullptr, numbers(job.matrix->weight), {}, numbers(job.matrix->bias), job.residual, job.out,
+                           job.matrix->num_out, job.rows, job.matrix->num_in, job.following != nullptr, gelu},
+          width_(call_.gated ? call_.num_out / 2 : call_.num_out) {
+      if (job.matrix->is_packed()) {
+        packed_ = std::make_unique<PackedProduct<T>>(call_, job.matrix->parts, job.inputs->packed, threads);
+        num_tasks_ = packed_->num_tasks();
+        return;
       }
-    };
-    if (matrix.is_packed()) {
-      const PackedProduct<T> product(call, matrix.parts, inputs.packed, team.size());
-      team.each(product.num_tasks(), [&](std::int64_t task) { product.run(task, pass_on); });
-      return;
+      // Rows are read fastest forwards, and a thread that falls behind leaves tasks to the others.
+      const std::int64_t even = width_ / (kTasksPerThread * threads);
+      const int together = job.following != nullptr && job.following->some_packed ? PackedMatrix::kBlock : 4;
+      per_task_ = (std::max(rows_per_task<T>(call_.num_in), even) + together - 1) / together * together;
+      num_tasks_ = (width_ + per_task_ - 1) / per_task_;
     }
-    // Rows are read fastest forwards, and a thread that falls behind leaves tasks to the others.
-    const std::int64_t even = width / (kTasksPerThread * team.size());
-    const int together = following != nullptr && following->some_packed ? PackedMatrix::kBlock : 4;
-    const std::int64_t per_task = (std::max(rows_per_task<T>(call.num_in), even) + together - 1) / together * together;
-    team.each((width + per_task - 1) / per_task, [&](std::int64_t task) {
-      const std::int64_t start = task * per_task, count = std::min(per_task, width - start);
-      std::vector<float> products(std::size_t(call.gated ? 2 : 1) * std::size_t(rows_ * count));
-      float* const factors = products.data() + (call.gated ? rows_ * count : 0);
+
+    std::int64_t num_tasks() const { return num_tasks_; }
+
+    void run(std::int64_t task) const {
+      if (packed_ != nullptr)
+        return packed_->run(task, [&](std::int64_t start, std::int64_t count) { pass_on(start, count); });
+      const std::int64_t start = task * per_task_, count = std::min(per_task_, width_ - start);
+      std::vector<float> products(std::size_t(call_.gated ? 2 : 1) * std::size_t(job_.rows * count));
+      float* const factors = products.data() + (call_.gated ? job_.rows * count : 0);
       const auto multiply_rows = [&](std::int64_t first, float* to) {
-        const Rows rows{call.weight + first * call.num_in, nullptr, count, call.num_in, plain(sizeof(T) == 2)};
-        kernels().dots(inputs.plain.heads(0, rows_), rows, to, count);
+        const Rows rows{call_.weight + first * call_.num_in, nullptr, count, call_.num_in, plain(sizeof(T) == 2)};
+        kernels().dots(job_.inputs->plain.heads(0, job_.rows), rows, to, count);
       };
       multiply_rows(start, products.data());
-      if (call.gated) multiply_rows(width + start, factors);
-      write_outputs(call, start, count, products.data(), factors, count);
+      if (call_.gated) multiply_rows(width_ + start, factors);
+      write_outputs(call_, start, count, products.data(), factors, count);
       pass_on(start, count);
+    }
+
+   private:
+    void pass_on(std::int64_t start, std::int64_t count) const {
+      if (job_.following == nullptr) return;
+      std::vector<float> outputs(static_cast<std::size_t>(count));
+      for (int row = 0; row < job_.rows; ++row) {
+        for (std::int64_t i = 0; i < count; ++i) outputs[std::size_t(i)] = load(job_.out + row * width_ + start + i);
+        job_.following->set(row, int(start), outputs.data(), int(count));
+      }
+    }
+
+    const Job job_;
+    const Product<T> call_;
+    const std::int64_t width_;
+    std::unique_ptr<PackedProduct<T>> packed_;
+    std::int64_t per_task_ = 0, num_tasks_;
+  };
+
+  // A phase of products that do not wait for one another.
+  void multiply(Team& team, const std::vector<Job>& jobs) {
+    std::vector<Multiplication> all;
+    all.reserve(jobs.size());
+    std::int64_t total = 0;
+    for (const Job& job : jobs) all.emplace_back(job, decoder_.gelu, team.size()), total += all.back().num_tasks();
+    team.each(total, [&](std::int64_t task) {
+      for (const Multiplication& each : all) {
+        if (task < each.num_tasks()) return each.run(task);
+        task -= each.num_tasks();
+      }
     });
+  }
+
+  // Adds what the experts of each row give.
+  void ask_experts(Team& team, const Experts& experts) {
+    const int top_k = experts.routing.top_k;
+    multiply(team, {job(experts.router, from_x_, nullptr, routed_.data())});
+    team.each(1, [&](std::int64_t) { assign(experts); });
+    multiply(team, expert_gates_);
+    multiply(team, expert_outputs_);
+    team.each(rows_, [&](std::int64_t row) {
+      std::vector<const T*> outputs(static_cast<std::size_t>(top_k));
+      for (int k = 0; k < top_k; ++k) outputs[std::size_t(k)] = &added_[places_[std::size_t(row * top_k + k)] * hidden_];
+      T* const x = &x_[std::size_t(row) * hidden_];
+      mix(outputs.data(), &shares_[std::size_t(row * top_k)], top_k, hidden_, x, x);
+    });
+  }
+
+  // Finds the experts of each row, and for each expert its rows, whose outputs follow one another.
+  void assign(const Experts& experts) {
+    const int top_k = experts.routing.top_k;
+    std::vector<std::int64_t> chosen(std::size_t(rows_ * top_k));
+    places_.resize(chosen.size()), shares_.resize(chosen.size());
+    for (int row = 0; row < rows_; ++row)
+      route(&routed_[std::size_t(row * experts.router.num_out)], int(experts.router.num_out), experts.routing, &chosen[std::size_t(row * top_k)],
+            &shares_[std::size_t(row * top_k)]);
+    std::map<std::int64_t, std::vector<int>> pairs;  // of each expert
+    for (int pair = 0; pair < rows_ * top_k; ++pair) pairs[chosen[std::size_t(pair)]].push_back(pair);
+    expert_gates_.clear(), expert_outputs_.clear(), expert_inputs_.clear();
+    std::size_t place = 0;
+    for (const auto& [expert, own] : pairs) {
+      const Matrix &gate_up = experts.gate_up[std::size_t(expert)], &down = experts.down[std::size_t(expert)];
+      const int count = int(own.size());
+      const auto new_inputs = [&](const Matrix& reader) {
+        expert_inputs_.push_back(std::make_unique<ProductInputs>(count, reader.num_in, decoder_.bf16, !reader.is_packed(), reader.is_packed()));
+        return expert_inputs_.back().get();
+      };
+      ProductInputs *const own_inputs = new_inputs(gate_up), *const gates = new_inputs(down);
+      expert_gates_.push_back({&gate_up, own_inputs, count, nullptr, &gates_[place * down.num_in], gates});
+      expert_outputs_.push_back({&down, gates, count, nullptr, &added_[place * hidden_], nullptr});
+      for (int i = 0; i < count; ++i) {
+        own_inputs->set(i, 0, &normal_[std::size_t(own[std::size_t(i)] / top_k) * hidden_], hidden_);
+        places_[std::size_t(own[std::size_t(i)])] = place++;
+      }
+    }
   }
 
   // Rotates queries and keys, and stores keys and values, with the summaries of pages that are full now.
@@ -380,17 +540,20 @@ class DecodeStep {
     const int width = decoder_.head_dim, num_kv_heads = decoder_.num_kv_heads, first = h * group();
     T* const heads = qkv_.data() + (own.row + token) * qkv_width();
     T* const key = heads + (decoder_.num_query_heads + h) * width;
-    const T *cos = numbers(sequence.cos) + token * width, *sin = numbers(sequence.sin) + token * width;
-    rotate(heads + first * width, group(), width, cos, sin, numbers(weights.query_norm), weights.head_eps);
-    rotate(key, 1, width, cos, sin, numbers(weights.key_norm), weights.head_eps);
+    const std::int64_t angles = (std::int64_t(weights.rope) * sequence.num_tokens() + token) * decoder_.rotary_dim;
+    const float scale = sequence.query_scales.empty() ? 1.0f : sequence.query_scales[std::size_t(token)];
+    const T *cos = numbers(sequence.cos) + angles, *sin = numbers(sequence.sin) + angles;
+    rotate(heads + first * width, group(), width, decoder_.rotary_dim, cos, sin, weights.of_queries, scale);
+    rotate(key, 1, width, decoder_.rotary_dim, cos, sin, weights.of_keys);
     if (sequence.asked != nullptr)
       std::memcpy(static_cast<T*>(sequence.asked) + (std::int64_t(layer) * decoder_.num_query_heads + first) * width,
                   heads + first * width, std::size_t(group() * width) * sizeof(T));
     const T* const value = key + num_kv_heads * width;
-    const std::int64_t slot = own.slots[std::size_t(token)];
-    const bool full = (sequence.position + token + 1) % sequence.page_size == 0;
+    const std::int64_t slot = pages.windowed ? sequence.window_first + sequence.window_count - 1 : own.slots[std::size_t(token)];
+    const bool full = !pages.windowed && (sequence.position + token + 1) % sequence.page_size == 0;
     const std::int64_t page = slot / sequence.page_size, page_start = page * sequence.page_size;
-    if (sequence.coded) {
+    const bool coded = sequence.coded && !pages.windowed;
+    if (coded) {
       const int bytes = row_bytes(RowType::coded, width), count = sequence.page_size;
       auto *const keys = static_cast<std::int8_t*>(pages.keys) + h * pages.stride;
       auto *const values = static_cast<std::int8_t*>(pages.values) + h * pages.stride;
@@ -412,7 +575,7 @@ class DecodeStep {
     for (int q = first; q < first + group(); ++q) {
       for (int i = 0; i < width; ++i) query[i] = load(heads + q * width + i);
       own.queries.set(q * sequence.num_tokens() + token, 0, query, width);
-      if (sequence.coded) {
+      if (coded) {
         float rotated[kMaxHeadDim];
         std::copy_n(query, width, rotated);
         rotation_.turn_rows(rotated, 1);
@@ -489,15 +652,16 @@ class DecodeStep {
               if (task < estimates(own)) return own.sketch_heads[std::size_t(task)].estimate_rest();
               const std::int64_t p = task - estimates(own);
               const LayerPages& pages = own.sequence.layers[layer];
+              const bool coded = own.sequence.coded && !pages.windowed;
               const auto rows = [&](const void* data) {
-                const RowType type = own.sequence.coded ? RowType::coded : plain(decoder_.bf16);
+                const RowType type = coded ? RowType::coded : plain(decoder_.bf16);
                 return HeadRows{data, pages.stride, own.tokens, decoder_.num_kv_heads, decoder_.head_dim, type};
               };
               const HeadRows keys = rows(pages.keys), values = rows(pages.values);
               const Piece& piece = own.pieces(layer)[std::size_t(p)];
               own.states(layer).clear(p, piece.num_queries);
-              attend_piece({own.sequence.coded ? own.rotated : own.queries, own.num_queries, keys, values, decoder_.scale, 0.0f, decoder_.bf16, 1, {},
-                            own.sequence.num_tokens()},
+              attend_piece({coded ? own.rotated : own.queries, own.num_queries, keys, values, decoder_.scale, decoder_.softcap,
+                            decoder_.bf16, 1, {}, own.sequence.num_tokens()},
                            piece, p, own.states(layer), nullptr);
             });
     each_of(team, [&](const StepSequence& own) { return std::int64_t(own.num_queries); },
@@ -535,9 +699,19 @@ class DecodeStep {
   const int rows_, hidden_;
   const Rotation rotation_;  // for sketches, and coded keys
   T* const logits_;                                     // [rows, vocabulary]
-  ProductInputs from_x_, from_heads_, from_gates_;
-  std::vector<T> x_, qkv_, gates_;                      // of all rows
+  ProductInputs from_x_, from_heads_;
+  std::map<int, ProductInputs> from_gates_;             // by their width
+  std::vector<T> x_;                                    // of all rows, as those that follow
+  std::vector<float> normal_;                           // x after a norm
+  std::vector<T> qkv_, gates_;
+  std::vector<T> added_;                                // outputs that are not added yet: to be normalised, or of experts
   std::vector<std::unique_ptr<StepSequence>> sequences_;
+  // Of a layer of experts: logits [rows, experts]; of each of [rows, top_k] its place in added_ and its weight.
+  std::vector<T> routed_;
+  std::vector<std::size_t> places_;
+  std::vector<float> shares_;
+  std::vector<Job> expert_gates_, expert_outputs_;
+  std::vector<std::unique_ptr<ProductInputs>> expert_inputs_;
 };
 
 }  // namespace kvsift

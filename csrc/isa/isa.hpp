@@ -125,6 +125,7 @@ struct Outputs {
   void* out;                    // [rows, width]
   std::int64_t width;
   bool bf16;  // else float32
+  bool gelu;  // of gates: GELU by tanh, else silu
 };
 
 struct Kernels {
@@ -167,7 +168,7 @@ struct Kernels {
   // block b, of the numbers from x + 32 * b on, is blocks[b * apart]
   void (*pack_inputs)(const float* x, int num_blocks, InputBlock* blocks, int apart);
   // Outputs [first, first + count) of some rows, from their products, rows stride numbers apart: the bias is added, with
-  // factors silu of that is multiplied by them (with the bias of the second half), the residual is added
+  // factors silu or GELU of that is multiplied by them (with the bias of the second half), the residual is added
   void (*finish)(const Outputs& to, int num_rows, std::int64_t first, std::int64_t count, const float* products,
                  const float* factors, std::int64_t stride);
 };

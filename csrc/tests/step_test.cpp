@@ -18,6 +18,8 @@ namespace {
     }                                                                                       \
   } while (0)
 
+enum class Shape { plain, packed, windowed };  // windowed: experts, norms of outputs, windows and soft caps as well
+
 constexpr int kHeads = 6, kKvHeads = 2, kWidth = 16, kPage = 16, kPages = 64, kLayers = 2;
 constexpr std::int64_t kVocabulary = 50;
 
@@ -90,11 +92,22 @@ DecodeSequence sequence_of(Numbers<T>& numbers, const std::vector<Run>& runs, st
     write_sketches<T>(made.layers.back());
   }
   made.selects = num_chosen >= 0;
-  made.cos = numbers.draw(kWidth), made.sin = numbers.draw(kWidth);
+  made.cos = numbers.draw(2 * kWidth), made.sin = numbers.draw(2 * kWidth);  // of two ropes
   made.runs = runs.data(), made.num_runs = std::int64_t(runs.size()), made.num_pool_pages = kPages;
   const std::int64_t window_start = (position - 20) / kPage * kPage;
   made.rule = {kPage, window_start, 1, window_start / kPage - 1, num_chosen, kKvHeads, false, false};
   if (by_sketches) made.rule = {5, position - 17, 5, position - 22, num_chosen, kKvHeads, true, true};
+  return made;
+}
+
+// The same with a window in place of the first layer, which holds so many tokens behind some that are seen no more.
+template <class T>
+DecodeSequence windowed_sequence(Numbers<T>& numbers, const std::vector<Run>& runs, std::int64_t position, std::int64_t num_chosen,
+                                 std::int64_t window_count) {
+  DecodeSequence made = sequence_of(numbers, runs, position, num_chosen);
+  made.window_first = 3, made.window_count = window_count, made.query_scales = {1.5f};
+  const std::int64_t stride = (3 + window_count) * kWidth;
+  made.layers[0] = {numbers.draw(kKvHeads * stride), numbers.draw(kKvHeads * stride), stride, nullptr, 0, nullptr, 0, true, true};
   return made;
 }
 
@@ -134,27 +147,45 @@ void check_several_tokens(const Decoder& decoder, Numbers<T>& numbers, const std
 }
 
 // Packed weights: in some of the matrices, so that inputs are read in both ways.
-template <class T, bool kPacked>
+template <class T, Shape kShape>
 void check_step() {
+  constexpr bool kPacked = kShape != Shape::plain, kWindowed = kShape == Shape::windowed;
   constexpr int kHidden = kPacked ? 64 : 40, kInter = kPacked ? 96 : 56, kQkv = (kHeads + 2 * kKvHeads) * kWidth;
   Numbers<T> numbers;
   const Matrix embedding = numbers.matrix(kVocabulary, kHidden), head = numbers.matrix(kVocabulary, kHidden);
-  Decoder decoder{sizeof(T) == 2, kHeads, kKvHeads, kWidth, 0.25f, embedding, numbers.draw(kHidden), 1e-5f, head, {}};
+  const auto norm = [&](int width) { return Norm{numbers.draw(width), 1e-5f, kWindowed ? 1.0f : 0.0f}; };
+  Decoder decoder{sizeof(T) == 2, kHeads, kKvHeads, kWidth, kWindowed ? 12 : kWidth, 0.25f, kWindowed ? 3.0f : 0.0f, embedding, kWindowed ? 8.0f : 1.0f,
+                  norm(kHidden), head, kWindowed, {}};
   if (kPacked) decoder.embedding = {nullptr, nullptr, kVocabulary, kHidden, {numbers.part(kVocabulary, kHidden, 8)}};
   if (kPacked) decoder.head = {nullptr, nullptr, kVocabulary, kHidden, decoder.embedding.parts};
   for (int layer = 0; layer < kLayers; ++layer) {
     const bool packs = kPacked && layer == 1, packs_down = kPacked && layer == 0;
-    decoder.layers.push_back({packs ? numbers.packed(kQkv, kHidden) : numbers.matrix(kQkv, kHidden),
-                              numbers.matrix(kHidden, kHeads * kWidth),
-                              packs ? numbers.packed(2 * kInter, kHidden, true) : numbers.matrix(2 * kInter, kHidden),
-                              packs_down ? numbers.packed(kHidden, kInter) : numbers.matrix(kHidden, kInter),
-                              numbers.draw(kHidden), numbers.draw(kHidden), numbers.draw(kWidth), numbers.draw(kWidth), 1e-5f,
-                              1e-5f, 1e-6f});
+    LayerWeights made{packs ? numbers.packed(kQkv, kHidden) : numbers.matrix(kQkv, kHidden), numbers.matrix(kHidden, kHeads * kWidth),
+                      norm(kHidden), norm(kHidden), {}, {}, norm(kWidth), norm(kWidth)};
+    made.gate_up = packs ? numbers.packed(2 * kInter, kHidden, true) : numbers.matrix(2 * kInter, kHidden);
+    made.down = packs_down ? numbers.packed(kHidden, kInter) : numbers.matrix(kHidden, kInter);
+    if (kWindowed && layer == 0) made.after_attention = norm(kHidden), made.after_mlp = norm(kHidden);
+    if (kWindowed && layer == 1) {
+      Experts experts{numbers.matrix(5, kHidden), {}, {}, {3, false, true, 1.0f, nullptr}};
+      for (int expert = 0; expert < 5; ++expert) {
+        experts.gate_up.push_back(expert % 2 ? numbers.packed(64, kHidden, true) : numbers.matrix(64, kHidden));
+        experts.down.push_back(expert % 3 ? numbers.packed(kHidden, 32) : numbers.matrix(kHidden, 32));
+      }
+      made.experts = std::make_shared<const Experts>(std::move(experts)), made.rope = 1;
+      made.gate_up = numbers.matrix(2 * 48, kHidden), made.down = numbers.matrix(kHidden, 48);
+    }
+    decoder.layers.push_back(std::move(made));
   }
   const std::vector<Run> one{{0, kPages}}, several{{40, 20}, {3, 30}}, first{{5, 1}};
-  const std::vector<DecodeSequence> sequences{sequence_of(numbers, one, 777, -1), sequence_of(numbers, several, 591, 7),
-                                              sequence_of(numbers, one, 400, 0), sequence_of(numbers, first, 0, -1),
-                                              sequence_of(numbers, several, 655, 40, true), sequence_of(numbers, one, 400, 0, true)};
+  std::vector<DecodeSequence> sequences;
+  if (kWindowed) {
+    for (std::int64_t count : {1, 700, 90, 1300, 2, 16, 90})
+      sequences.push_back(windowed_sequence(numbers, sequences.size() % 2 ? several : one, 591, sequences.size() % 3 ? 7 : -1, count));
+  } else {
+    sequences = {sequence_of(numbers, one, 777, -1), sequence_of(numbers, several, 591, 7), sequence_of(numbers, one, 400, 0),
+                 sequence_of(numbers, first, 0, -1), sequence_of(numbers, several, 655, 40, true),
+                 sequence_of(numbers, one, 400, 0, true)};
+  }
   std::vector<const DecodeSequence*> all;
   for (const DecodeSequence& each : sequences) all.push_back(&each);
   const auto logits = [&](const std::vector<const DecodeSequence*>& some, int threads) {
@@ -169,9 +200,9 @@ void check_step() {
     const std::vector<T> alone = logits({all[i]}, 2);
     CHECK(std::equal(alone.begin(), alone.end(), together.begin() + std::ptrdiff_t(i) * kVocabulary));
   }
-  check_several_tokens<T>(decoder, numbers, several, 28, 5);  // which make a page full
-  check_several_tokens<T>(decoder, numbers, one, 1020, 4);
-  for (int i = 0; i < kHidden; ++i) store(const_cast<T*>(static_cast<const T*>(decoder.layers[1].attention_norm)) + i, NAN);
+  if (!kWindowed) check_several_tokens<T>(decoder, numbers, several, 28, 5);  // which make a page full
+  if (!kWindowed) check_several_tokens<T>(decoder, numbers, one, 1020, 4);
+  for (int i = 0; i < kHidden; ++i) store(const_cast<T*>(static_cast<const T*>(decoder.layers[1].before_attention.weight)) + i, NAN);
   bool refused = false;
   try {
     logits({all[0]}, 2);  // ranks nothing
@@ -212,10 +243,12 @@ int main() {
   check_team();
   for (auto level = usable_levels(); *level != nullptr; ++level) {
     use_level(**level);
-    check_step<float, false>();
-    check_step<std::uint16_t, false>();
-    check_step<float, true>();
-    check_step<std::uint16_t, true>();
+    check_step<float, Shape::plain>();
+    check_step<std::uint16_t, Shape::plain>();
+    check_step<float, Shape::packed>();
+    check_step<std::uint16_t, Shape::packed>();
+    check_step<float, Shape::windowed>();
+    check_step<std::uint16_t, Shape::windowed>();
   }
   std::puts("all tests passed");
 }

@@ -44,6 +44,7 @@ from kvsift.methods.quest import Quest
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
 from kvsift.models.captured_step import NO_STEP
+from kvsift.models.decoder import Decoder
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep
 from kvsift.models.hf.unwrap import refuse_unsupported
@@ -241,7 +242,7 @@ def runner(
         None,  # type: ignore[arg-type]
     )  # fmt: skip
     made._model, made._settings = model, SimpleNamespace(applied=applied)  # type: ignore[assignment]
-    fused = reason(model, FusedStep.objections, NO_STEP) is None
+    fused = reason(model, made.fast_path.not_fused, NO_STEP) is None
     made.fast_path.fused = lambda model: SimpleNamespace(joins=joins) if fused else None  # type: ignore[assignment]
     return made
 
@@ -409,6 +410,7 @@ def of_models(built: dict[str, Any]) -> Iterator[tuple[str, Answers]]:
     """Questions about models, and about servers of vLLM."""
     checks: dict[str, Callable[[Any], Any]] = {
         "model: fused steps": lambda model: reason(model, FusedStep.objections),
+        "model: fused layers on a CPU": lambda model: reason(model, Decoder.objections),
         "model: any captured step": lambda model: reason(model, NO_STEP),
         "model: steps of its own": lambda model: reason(model, TransformersStep.objections),
     }

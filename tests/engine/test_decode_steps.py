@@ -314,9 +314,7 @@ def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pyt
     assert LLM(llama).generate("Once", plan="oracle_tokens:budget=128", max_new_tokens=2).path == (
         "composed: no NVIDIA GPU; oracle_tokens ranks neither pages by their extremes nor tokens by their sketches"
     )
-    assert LLM(gemma).generate("Once", max_new_tokens=2).path == (
-        "composed: no NVIDIA GPU; Gemma3ForCausalLM is none of the architectures whose steps are fused"
-    )
+    assert LLM(gemma).generate("Once", max_new_tokens=2).path == "native"
     watched = LLM(llama).generate("Once", max_new_tokens=2, passages=True)
     assert watched.path == "composed: what is selected is recorded"
     kept = LLM(llama).generate("Once", max_new_tokens=2, logprobs=1)

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from kvsift.gguf_file import GgufTensor
 from kvsift.models.hf.gguf_codes import packed_matrix
-from kvsift.models.quantized import put_weights
+from kvsift.models.packed_linear import PackedStack
+from kvsift.models.quantized import Held, put_weights
+from kvsift.native.packed import PackedMatrix
 
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
@@ -22,7 +24,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 ARCHITECTURES = {"Llama": "llama", "Mistral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma2": "gemma2",
-                 "Gemma3": "gemma3"}  # fmt: skip
+                 "Gemma3": "gemma3", "Mixtral": "llama", "Qwen3Moe": "qwen3moe"}  # fmt: skip
 MODEL = {"vocab_size": len(TOKENS), "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 2}
 
 
@@ -43,6 +45,8 @@ def write_gguf(
         types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(pattern)]
         changes = {"num_hidden_layers": pattern, "layer_types": types, "query_pre_attn_scalar": 16, **changes}
         changes |= {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    if family == "Qwen3Moe":
+        changes = {"norm_topk_prob": True, "moe_intermediate_size": 32, **changes}
     model = tiny(family, **{**MODEL, **changes})
     config, architecture = model.config, ARCHITECTURES[family]
     writer = GGUFWriter(path, architecture, split_max_tensors=split)
@@ -56,6 +60,9 @@ def write_gguf(
     with torch.no_grad():
         for full_name, weight in model.named_parameters():  # those that are tied once
             name, suffix = full_name.rsplit(".", 1)
+            if suffix in ("gate_up_proj", "down_proj"):
+                _write_experts(writer, name.split(".")[2], suffix, weight, kind)
+                continue
             values = weight.numpy().copy()
             heads = 0
             if architecture == "llama" and name.endswith(("q_proj", "k_proj")):
@@ -64,7 +71,7 @@ def write_gguf(
             if family.startswith("Gemma") and name.endswith("norm"):
                 values = values + 1
             packed, own = values, GGMLQuantizationType.F32
-            if values.ndim > 1 and kind != own:
+            if values.ndim > 1 and kind != own and not name.endswith("mlp.gate"):
                 packed, own = gguf.quantize(values, kind), kind
                 back = gguf.dequantize(packed, kind)
                 weight.copy_(torch.from_numpy(separated(back, heads) if heads else back))
@@ -73,17 +80,37 @@ def write_gguf(
     return model
 
 
+def _write_experts(
+    writer: GGUFWriter, layer: str, suffix: str, weight: torch.Tensor, kind: GGMLQuantizationType
+) -> None:
+    """Write weights of experts [experts, out, in], and round them to what the file has."""
+    parts = ["down"] if suffix == "down_proj" else ["gate", "up"]
+    for part, values in zip(parts, weight.chunk(len(parts), 1)):
+        packed, own = values.numpy().copy(), GGMLQuantizationType.F32
+        if kind != own:
+            packed, own = gguf.quantize(packed, kind), kind
+            values.copy_(torch.from_numpy(gguf.dequantize(packed, kind)))
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", packed, raw_dtype=own)
+
+
 def pack_model(model: PreTrainedModel, kind: GGMLQuantizationType) -> PreTrainedModel:
-    """Pack the matrices of a model in place, as if they had been read from a file."""
-    names = [name for name, weight in model.named_parameters() if weight.dim() == 2]
-    matrices = {}
-    for name in names:
-        weight = model.get_parameter(name)
-        matrix = packed_matrix(packed_tensor(weight.detach().float().numpy(), kind))
-        assert matrix is not None
-        matrices[name] = matrix
-    put_weights(model, matrices)
+    """Pack the matrices of a model in place, as if they had been read from a file; not those of routers."""
+    weights: dict[str, Held] = {}
+    for name, weight in model.named_parameters():
+        values = weight.detach().float()
+        if weight.dim() == 3:
+            parts = [each.chunk(2 if name.endswith("gate_up_proj") else 1) for each in values]
+            weights[name] = PackedStack(tuple(tuple(_packed(part, kind) for part in own) for own in parts))
+        elif weight.dim() == 2 and not name.endswith("mlp.gate.weight"):
+            weights[name] = _packed(values, kind)
+    put_weights(model, weights)
     return model
+
+
+def _packed(values: torch.Tensor, kind: GGMLQuantizationType) -> PackedMatrix:
+    matrix = packed_matrix(packed_tensor(values.numpy(), kind))
+    assert matrix is not None
+    return matrix
 
 
 def packed_tensor(values: np.ndarray, kind: GGMLQuantizationType) -> GgufTensor:
@@ -129,6 +156,11 @@ def _write_settings(writer: GGUFWriter, family: str, config: Any) -> None:
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if family.startswith("Gemma"):
         writer.add_sliding_window(config.sliding_window)
+    if family in ("Mixtral", "Qwen3Moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if family == "Qwen3Moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family == "Gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

@@ -18,8 +18,9 @@ from turns import in_turns
 
 from kvsift import native
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
+from kvsift.models.decoder import Decoder
 from kvsift.models.fused_model import FusedModel
-from kvsift.models.fused_step import FusedStep
+from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.native_step import NativeStep
 from kvsift.plan.capabilities import reason
@@ -33,10 +34,25 @@ PLANS = [
     "sketch:budget=64:window=33:page_size=32:sinks=9:dense_layers=0", "streaming_llm:budget=48:dense_layers=1",
 ]  # fmt: skip
 VERIFIED = ["dense", QUEST, SKETCH, "streaming_llm:budget=48"]
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Gemma2", "Gemma3", "Ministral",
+            "Ministral3", "Glm4Moe"]  # fmt: skip
+WINDOWED = ["Gemma2", "Gemma3", "Ministral"]
 PLACES = ["device", "host:kv_dtype=int8"]
 DTYPES = [torch.float32, torch.bfloat16]
-MODELS = [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1])]
+MODELS = [*((family, PLACES[0]) for family in FAMILIES), ("Qwen3", PLACES[1]), ("Gemma3", PLACES[1])]
+UNDOABLE = [each for each in MODELS if each[0] not in WINDOWED]
+
+
+def of_three_layers(family: str) -> Any:
+    """A model with three layers of full attention, and perhaps a window before the last of them."""
+    full = ["full_attention"] * 3
+    types = [*full[:2], "sliding_attention", *full[2:]] if family in WINDOWED else full
+    settings = {"layer_types": types} if family in WINDOWED else {}
+    model = tiny(family, num_hidden_layers=len(types), **settings)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)  # which experts are chosen depends on it
+    return model
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,13 +66,13 @@ def filled(
     cache = make_cache(model, plan, probe_every=probe_every, placement=place)
     ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode(), feeding(cache, "prefill"):
-        FusedModel(FusedStep(model)).prefill(ids, cache, "prefill")
+        FusedModel(Decoder(model)).prefill(ids, cache, "prefill")
     return cache
 
 
 def both(model: Any) -> tuple[FusedModel, FusedModel]:
     """Native and composed steps of a model."""
-    taken, composed = FusedModel(FusedStep(model)), FusedModel(FusedStep(model))
+    taken, composed = FusedModel(Decoder(model)), FusedModel(Decoder(model))
     assert taken.native is not None
     composed.native = None
     return taken, composed
@@ -102,7 +118,12 @@ def counters(cache: SparseCache) -> dict[str, Any]:
 def assert_alike(one: SparseCache, other: SparseCache) -> None:
     assert one.get_seq_length() == other.get_seq_length()
     assert counters(one) == counters(other)
-    for own, expected in zip(one.attentions, other.attentions, strict=True):
+    assert_alike_windows(one, other)
+    for own_layer, expected_layer in zip(one.layers, other.layers, strict=True):
+        if not isinstance(own_layer, SparseLayer):
+            continue
+        own, expected = own_layer.attention, expected_layer.attention
+        assert own is not None
         assert own.store.lengths == expected.store.lengths
         for tensor, same in zip(own.rows(0), expected.rows(0), strict=True):
             assert torch.equal(bits(tensor), bits(same))
@@ -112,6 +133,14 @@ def assert_alike(one: SparseCache, other: SparseCache) -> None:
             assert torch.equal(bits(rows), bits(expected.summaries(0)[kind]))
 
 
+def assert_alike_windows(one: SparseCache, other: SparseCache) -> None:
+    for own, expected in zip(one.layers, other.layers, strict=True):
+        if not isinstance(own, SparseLayer):
+            assert own.cumulative_length == expected.cumulative_length
+            assert torch.equal(bits(own.keys), bits(expected.keys))
+            assert torch.equal(bits(own.values), bits(expected.values))
+
+
 def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
     return fused.reason_composed(cache) is None
 
@@ -119,11 +148,13 @@ def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
 @pytest.mark.parametrize(("case", "of"), in_turns(product(PLANS, DTYPES), MODELS), ids=str)
 def test_native_steps_have_the_bits_of_composed_ones(case: tuple[str, torch.dtype], of: tuple[str, str]) -> None:
     (plan, dtype), (family, place) = case, of
-    model = tiny(family, num_hidden_layers=3).to(dtype)
+    model = of_three_layers(family).to(dtype)
     taken, composed = both(model)
     one, other = (filled(model, plan, 90, place=place) for _ in range(2))
     found, expected = generated(taken, [one], 20), generated(composed, [other], 20)
-    assert is_taken(taken, one)
+    assert is_taken(taken, one) or (
+        family == "Gemma2" and plan.startswith("sketch")
+    )  # logits of sketches are not capped
     for logits, same in zip(found, expected, strict=True):
         assert torch.equal(bits(logits), bits(same))
     assert_alike(one, other)
@@ -131,8 +162,12 @@ def test_native_steps_have_the_bits_of_composed_ones(case: tuple[str, torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
-def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(kind: Kind, dtype: torch.dtype) -> None:
-    model = pack_model(tiny("Qwen2", head_dim=32, intermediate_size=96).to(dtype), kind)
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3Moe", "Gemma3"])
+def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(
+    family: str, kind: Kind, dtype: torch.dtype
+) -> None:
+    experts = {"moe_intermediate_size": 32} if family == "Qwen3Moe" else {}
+    model = pack_model(tiny(family, head_dim=32, intermediate_size=96, **experts).to(dtype), kind)
     taken, composed = both(model)
     assert taken.joins
     lengths = (40, 75, 200)
@@ -144,13 +179,15 @@ def test_native_steps_of_packed_weights_have_the_bits_of_composed_ones(kind: Kin
         assert_alike(cache, other)
     first = torch.cat([taken.decode(torch.tensor([5 + i]), [cache]) for i, cache in enumerate(alone)])
     assert torch.equal(bits(first), bits(native_logits[0]))
+    if family in WINDOWED:
+        return  # its tokens cannot be undone
     tokens = [8, 9, 10, 11, 12, 13]
     together = verified(taken, caches[1], tokens, 6)
     assert torch.equal(bits(together), bits(verified(composed, others[1], tokens, 1)))
 
 
 def test_heads_that_no_blocks_of_packed_weights_cover_are_composed() -> None:
-    step = FusedStep(pack_model(tiny("Llama"), Kind.Q8_0))
+    step = Decoder(pack_model(tiny("Llama"), Kind.Q8_0))
     assert reason(step, NativeStep.of_weights) == "its heads have 16 channels, and packed weights take blocks of 32"
 
 
@@ -173,6 +210,25 @@ def test_weights_stay_while_their_model_is_cast() -> None:
     torch.randn(1 << 20)  # takes what was given back
     for logits, same in zip(generated(taken, [one], 10), expected, strict=True):
         assert torch.equal(bits(logits), bits(same))
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_go_on_after_composed_steps_and_copies(family: str) -> None:
+    model = of_three_layers(family)
+    taken, composed = both(model)
+    one, other = (filled(model, QUEST, 20) for _ in range(2))
+    for count in (9, 3, 40):  # until windows of 32 tokens are full, and have moved on in their memory
+        assert torch.equal(take_all(taken, [one], count), torch.stack(generated(composed, [other], count)))
+        assert torch.equal(torch.stack(generated(composed, [one], 2)), torch.stack(generated(taken, [other], 2)))
+        assert_alike(one, other)
+        one.mark()
+        first = take_all(taken, [one], 70)
+        one.rewind()
+        assert torch.equal(first, take_all(taken, [one], 70))
+        one.rewind()
+        assert_alike_windows(one, other)
+        one.restart_stats()
+        other.restart_stats()
 
 
 @settings(max_examples=25, deadline=None)
@@ -221,8 +277,11 @@ def test_sketches_of_long_contexts_are_ranked_in_blocks(length: int, threads: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(dtype: torch.dtype) -> None:
-    model = tiny("Qwen2", num_hidden_layers=3).to(dtype)
+@pytest.mark.parametrize("family", ["Qwen2", "Mixtral", "Gemma3"])
+def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = of_three_layers(family).to(dtype)
     taken, _ = both(model)
     lengths = [600, 70, 15, 130, 500, 77, 20, 190]
     places = [PLACES[number % 2] for number in range(len(lengths))]
@@ -245,13 +304,13 @@ def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_h
 @pytest.mark.parametrize("plan", [QUEST, f"{SKETCH}:dense_layers=none", f"{SKETCH}:heads=query:bits=2:dense_layers=1"])
 @pytest.mark.parametrize("place", PLACES)
 def test_steps_are_probed_as_composed_ones(place: str, plan: str, dtype: torch.dtype) -> None:
-    model = tiny(num_hidden_layers=3).to(dtype)
+    model = of_three_layers("Gemma3" if place == PLACES[0] else "Llama").to(dtype)
     taken, composed = both(model)
     one, other = (filled(model, plan, 90, probe_every=4, place=place) for _ in range(2))
     found = take_all(taken, [one], 10)
     assert torch.equal(bits(found), bits(torch.stack(generated(composed, [other], 10))))
     assert_alike(one, other)
-    assert one.stats.tallies[2, "decode"].probes == 3
+    assert one.stats.tallies[one.attentions[-1].shape.layer, "decode"].probes == 3
     assert one.stats.probe_s > 0
 
 
@@ -291,12 +350,12 @@ def verified(fused: FusedModel, cache: SparseCache, tokens: list[int], together:
     return logits
 
 
-@pytest.mark.parametrize(("case", "of"), in_turns(product(VERIFIED, DTYPES), MODELS), ids=str)
+@pytest.mark.parametrize(("case", "of"), in_turns(product(VERIFIED, DTYPES), UNDOABLE), ids=str)
 def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
     case: tuple[str, torch.dtype], of: tuple[str, str]
 ) -> None:
     (plan, dtype), (family, place) = case, of
-    model = tiny(family, num_hidden_layers=3).to(dtype)
+    model = of_three_layers(family).to(dtype)
     taken, composed = both(model)
     one, other, alone = (filled(model, plan, 90, place=place) for _ in range(3))
     for cycle in range(3):

@@ -30,6 +30,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},  # sink logits
 }
+OTHERS: dict[str, dict[str, Any]] = {  # that are like one of these to a cache
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Ministral": SLIDING,
+    "Ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    },
+    "Glm4Moe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+}
 # families whose plain name is that of a multimodal configuration
 TEXT_CONFIGS = "Gemma3", "Gemma3n", "Gemma4", "Qwen3_5", "Qwen3_5Moe"
 # What a cache can tell apart: full attention alone, sliding layers beside it, and these with sink logits. Tests of what
@@ -56,7 +83,7 @@ def tiny(family: str = "Llama", seed: int = 1, **changes: Any) -> PreTrainedMode
     """A random model of a family, with eager attention, ready for inference."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config")
-    settings = {**SIZES, **FAMILIES.get(family, {}), **changes}
+    settings = {**SIZES, **(FAMILIES | OTHERS).get(family, {}), **changes}
     return randomised(getattr(transformers, f"{family}ForCausalLM")(config(**settings)))
 
 

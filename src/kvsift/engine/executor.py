@@ -27,7 +27,6 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.captured_step import NO_STEP
 from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
-from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.slot_states import empty_states
 from kvsift.models.hf.state_snapshot import NO_TOKENS, StateSnapshot
@@ -239,9 +238,9 @@ class Executor:
         if tokens and tokens[-1] in seq.request.ending_tokens:
             tokens = tokens[:-1]  # what would follow it is of no use
         seq.fed = [seq.token, *tokens]
+        seq.before = seq.cache.snapshot(seq.num_cached) if tokens and seq.cache.has_states else None
         if self._fused is not None:
             return list(self._fused.verify(torch.tensor(seq.fed), seq.cache))
-        seq.before = seq.cache.snapshot(seq.num_cached) if tokens and seq.cache.has_states else None
         logits = list[Tensor]()
         self._runner.feed(seq.cache, seq.fed, phase="decode", score=logits.extend)
         return logits
@@ -347,7 +346,7 @@ class Executor:
         if self._runner.device.type != "cpu":
             return uncaptured
         if self._fused is None:
-            return reason(self._runner.model, FusedStep.objections, NO_STEP) or uncaptured
+            return reason(self._runner.model, self._runner.fast_path.not_fused, NO_STEP) or uncaptured
         return self._fused.reason_composed(cache)
 
     def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:

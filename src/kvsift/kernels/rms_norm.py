@@ -8,7 +8,7 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, *, pdl: bool = False) -> Tensor:
     """Compute ``weight * x / rms(x)``, with the statistics in float32.
 
     Args:
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, pdl:
     return rms_norm_reference(x, weight, eps, offset=offset)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset:

@@ -16,7 +16,7 @@ from kvsift.native.shapes import ROW_DTYPES
 
 def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, *, q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None, norm_eps: float = 1e-6,
+    k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise and rotate queries and keys of consecutive tokens.
 
@@ -25,11 +25,12 @@ def rotate_heads(
     Args:
         qkv: [tokens, (num_query_heads + 2 * num_kv_heads) * head_dim], contiguous, query heads first, then keys, then
             values; overwritten.
-        cos, sin: [tokens, head_dim], of each token's position; both halves hold the same angles. Number i of a head is
-            rotated with number i + head_dim / 2.
+        cos, sin: [tokens, rotary_dim], of each token's position; both halves hold the same angles. Number i of a head
+            is rotated with number i + rotary_dim / 2; on a GPU, rotary_dim is head_dim.
         num_query_heads, num_kv_heads: heads of the layer.
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
         norm_eps: epsilon of these norms.
+        norm_offset: added to their weights (``rms_norm``); on the CPU only.
 
     Returns:
         Views of ``qkv``: queries [num_query_heads, tokens, head_dim], keys and values [num_kv_heads, tokens, head_dim].
@@ -38,22 +39,24 @@ def rotate_heads(
     arguments = num_query_heads, num_kv_heads, q_norm, k_norm, norm_eps
     if AVAILABLE and qkv.is_cpu and qkv.shape[0] <= MAX_ROWS and heads.dtype in ROW_DTYPES:
         cos, sin = cos.to(heads.dtype).contiguous(), sin.to(heads.dtype).contiguous()
-        rotate_native(heads, cos, sin, *arguments)
+        rotate_native(heads, cos, sin, *arguments, norm_offset)
     elif runs_on_triton(qkv):
+        assert not norm_offset
+        assert cos.shape[1] == heads.shape[2]
         _rotate_triton(heads, cos, sin, *arguments)
     else:
-        _rotate_reference(heads, cos, sin, *arguments)
+        _rotate_reference(heads, cos, sin, *arguments, norm_offset)
     queries, keys, values = heads.transpose(0, 1).split_with_sizes([num_query_heads, num_kv_heads, num_kv_heads])
     return queries, keys, values
 
 
 def _rotate_reference(
     heads: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, q_norm: Tensor | None,
-    k_norm: Tensor | None, eps: float,
+    k_norm: Tensor | None, eps: float, offset: float = 0.0,
 ) -> None:  # fmt: skip
     queries, keys = heads[:, :num_query_heads], heads[:, num_query_heads : num_query_heads + num_kv_heads]
     for part, norm in ((queries, q_norm), (keys, k_norm)):
-        part.copy_(rotate(part if norm is None else rms_norm_reference(part, norm, eps), cos, sin))
+        part.copy_(rotate(part if norm is None else rms_norm_reference(part, norm, eps, offset), cos, sin))
 
 
 def _rotate_triton(

@@ -1,4 +1,4 @@
-"""Fused forward pass of a Llama-like decoder over new tokens of one sequence or several; their caches attend.
+"""Fused forward pass of a decoder over new tokens of one sequence or several; their caches attend.
 
 The transformers forward pass of an 8B model spends a third of its time on norms, rotation, residuals and gates between
 its matrix products (H200, 8K tokens: 75 of 226 ms). Weights and roundings here are the same.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
 
 import torch
 from torch import Tensor
 
+from kvsift.kernels.rms_norm import rms_norm
 from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
-from kvsift.models.fused_step import FusedStep
+from kvsift.models.decoder import Decoder
 from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.window import attend_window
 from kvsift.models.native_step import NativeStep
+from kvsift.models.projection import Norm
 from kvsift.native.loader import AVAILABLE
-from kvsift.native.product import MAX_ROWS
+from kvsift.native.product import MAX_ROWS, normalised, takes_rows
 from kvsift.plan.capabilities import reason
 from kvsift.threads import yield_to_others
 
@@ -35,7 +37,7 @@ class FusedModel:
         step: its weights are used.
     """
 
-    def __init__(self, step: FusedStep) -> None:
+    def __init__(self, step: Decoder) -> None:
         self._step = step
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
         self.native: NativeStep | None = None  # where it is None or refuses a sequence, steps are composed
@@ -45,8 +47,7 @@ class FusedModel:
     @cached_property
     def joins(self) -> bool:
         """Whether ``decode`` gives each sequence the bits that it has alone: the compiled core multiplies few rows."""
-        layers = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._step.layers]
-        return all(each.in_core for each in (self._step.head, *chain(*layers)))
+        return all(product.in_core for product in self._step.products)
 
     def reason_composed(self, cache: SparseCache) -> str | None:
         """Why ``decode`` composes the steps of a sequence on a CPU; None: they are native, beside others that are."""
@@ -109,35 +110,51 @@ class FusedModel:
         step, num_new = self._step, len(tokens) // len(caches)
         decode_tokens = num_new if phase == "decode" else 0
         cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
+        if step.scales_queries:
+            scales = torch.cat([step.query_scales(cache.get_seq_length(), num_new) for cache in caches])
         x = step.embed(tokens)  # [sequences * num_new, hidden]
         for index, layer in enumerate(step.layers):
             heads = rotate_heads(
-                layer.qkv(x, layer.before_attention), cos, sin, step.num_query_heads, step.num_kv_heads,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
+                layer.qkv(x, layer.before_attention), cos[layer.rope], sin[layer.rope], step.num_query_heads,
+                step.num_kv_heads, q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
+                norm_offset=step.norm_offset,
             )  # fmt: skip
             outputs = []
             for number, cache in enumerate(caches):
                 own = slice(number * num_new, (number + 1) * num_new)
-                parts = [(each if len(caches) == 1 else each[:, own]).unsqueeze(0) for each in heads]
-                attended = cache.layers[index].attend_fused(*parts, decode_tokens)
-                outputs.append(attended[0].transpose(0, 1).flatten(1))
-            x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
-            x = layer.down.add_to(x, layer.gate_up(x, layer.before_mlp, gated=True))
+                queries, keys, values = (each if len(caches) == 1 else each[:, own] for each in heads)
+                if step.scales_queries:
+                    queries *= scales[own].unsqueeze(1)
+                if layer.window is None:
+                    of_one = queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+                    attended = cache.layers[index].attend_fused(*of_one, decode_tokens, step.scale, step.softcap)[0]
+                else:
+                    attended = attend_window(cache.layers[index], queries, keys, values, step.scale, step.softcap)
+                outputs.append(attended.transpose(0, 1).flatten(1))
+            every = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            if layer.after_attention is None:
+                x = layer.output.add_to(x, every)
+            else:
+                x = _add_normalised(x, layer.output(every), layer.after_attention)
+            if layer.after_mlp is None:
+                x = layer.mlp.add_to(x, x, layer.before_mlp)
+            else:
+                x = _add_normalised(x, layer.mlp(x, layer.before_mlp), layer.after_mlp)
             if pause is not None and pause() and not tokens.is_cuda:
                 yield_to_others(len(tokens))  # the others may have chosen another number of threads
         if score is not None:
             for part in x.split(FEW_TOKENS):
-                score(step.head(part, step.norm))
+                score(step.capped(step.head(part, step.norm)))
         if all_logits:
-            return step.head(x, step.norm)
+            return step.capped(step.head(x, step.norm))
         last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()
-        return step.head(last, step.norm).unsqueeze(1)
+        return step.capped(step.head(last, step.norm)).unsqueeze(1)
 
     def _angles_of(self, starts: Sequence[int], num_new: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of ``num_new`` positions from each start on, [positions, head_dim] both."""
+        """Cosines and sines of ``num_new`` positions from each start on, [ropes, positions, rotary_dim] both."""
         if num_new <= MAX_SEQUENCES:
             cos, sin = zip(*(self._angles_at(start, num_new) for start in starts))
-            return (cos[0], sin[0]) if len(starts) == 1 else (torch.cat(cos), torch.cat(sin))
+            return (cos[0], sin[0]) if len(starts) == 1 else (torch.cat(cos, 1), torch.cat(sin, 1))
         positions = [torch.arange(start, start + num_new, device=self._step.device) for start in starts]
         return self._step.angles_of(positions[0] if len(positions) == 1 else torch.cat(positions))
 
@@ -150,4 +167,11 @@ class FusedModel:
             positions = torch.arange(first, first + ANGLES + MAX_SEQUENCES, device=self._step.device)
             self._angles[first] = self._step.angles_of(positions)
         cos, sin = self._angles[first]
-        return cos[row : row + count], sin[row : row + count]
+        return cos[:, row : row + count], sin[:, row : row + count]
+
+
+def _add_normalised(x: Tensor, added: Tensor, norm: Norm) -> Tensor:
+    """``x + rms_norm(added)``."""
+    if takes_rows(x) and len(x) <= MAX_ROWS:
+        return normalised(added, norm, x)
+    return x + rms_norm(added, *norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +15,13 @@ from kvsift.native.shapes import ROW_DTYPES
 from kvsift.types import Origin
 
 
-class _Packed(nn.Module):
-    """A module of one packed matrix, which ``state_dict`` has as its expanded weight.
-
-    The module can be copied and pickled; it stays on the CPU.
-    """
+class _OnHost(nn.Module):
+    """A module of packed weights, which can be copied and pickled; it stays on the CPU."""
 
     _like: Tensor
 
-    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.matrix = matrix
         # follows ``to``
         self.register_buffer("_like", torch.empty(0, dtype=dtype), persistent=False)
 
@@ -32,6 +29,20 @@ class _Packed(nn.Module):
     def dtype(self) -> torch.dtype:
         """The model's dtype, which looked up and expanded weights have."""
         return self._like.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._like.device.type != "cpu":
+            raise UnsupportedDevice("packed weights stay on the CPU. Load the model on the device where it is to run.")
+        return self
+
+
+class _Packed(_OnHost):
+    """A module of one packed matrix, which ``state_dict`` has as its expanded weight."""
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.matrix = matrix
 
     def dequantized(self) -> Tensor:
         """Return the weights expanded, [out, in]."""
@@ -41,12 +52,6 @@ class _Packed(nn.Module):
     def weight(self) -> Tensor:
         """The weights, expanded at each access."""
         return self.dequantized()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        if self._like.device.type != "cpu":
-            raise UnsupportedDevice("packed weights stay on the CPU. Load the model on the device where it is to run.")
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.dequantized()
@@ -111,6 +116,53 @@ class PackedEmbedding(_Packed):
         """int64 [...] -> [..., width]."""
         rows = self.matrix.rows(ids, self.dtype)
         return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """Weights of experts [experts, out, in], packed.
+
+    Attributes:
+        parts: matrices of each expert, whose outputs follow one another.
+    """
+
+    parts: tuple[tuple[PackedMatrix, ...], ...]
+
+    def expanded(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, rounded to a dtype."""
+        return torch.stack(
+            [torch.cat([part.rows(torch.arange(part.num_out), dtype) for part in own]) for own in self.parts]
+        )
+
+
+class PackedExperts(_OnHost):
+    """The experts of a layer, in the place of transformers' modules such as ``Qwen3MoeExperts``.
+
+    Args:
+        gate_up: gate and up projection of each expert, [inter, hidden] both.
+        down: [hidden, inter] of each.
+        dtype: bfloat16 or float32, of inputs and outputs.
+    """
+
+    def __init__(self, gate_up: PackedStack, down: PackedStack, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of what experts give: x [tokens, hidden], chosen and weights [tokens, top_k] ->
+        [tokens, hidden]."""
+        total = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            gates = packed_product(x[tokens], self.gate_up.parts[expert], gated=True)
+            outputs = packed_product(gates, self.down.parts[expert]) * weights[tokens, places, None]
+            total.index_add_(0, tokens, outputs.to(x.dtype))
+        return total
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}gate_up_proj"] = self.gate_up.expanded(self.dtype)
+        destination[f"{prefix}down_proj"] = self.down.expanded(self.dtype)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
 def can_stay_packed(device: torch.device, dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,7 @@ from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 from kvsift.native.packed import PackedMatrix, packed_product
-from kvsift.native.product import MAX_ROWS, product, takes_product
-
-Norm = tuple[Tensor, float]  # weight [in], eps
+from kvsift.native.product import MAX_ROWS, Norm, product, takes_product
 
 
 @dataclass(frozen=True)
@@ -84,18 +83,22 @@ class Projection:
 
     def __call__(
         self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, steady: bool = False,
-        pdl: bool = False, gated: bool = False,
+        pdl: bool = False, gated: bool = False, gelu: bool = False,
     ) -> Tensor:  # fmt: skip
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]; or with ``gated``
-        ``silu(gate) * up`` of the two modules, [rows, inter]."""
-        if gated and (self.bias is not None or (self.weight is None and not self.parts)):
+        ``silu(gate) * up`` of the two modules, [rows, inter], and with ``gelu`` GELU by tanh in place of SiLU."""
+        few = isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS
+        if gated and (self.bias is not None or not (self.parts or few or (self.weight is not None and not gelu))):
             gate, up = self(x, norm, steady=steady).chunk(2, -1)
-            return nn.functional.silu(gate) * up
+            return (nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)) * up
         if self.parts:
-            return packed_product(x, self.parts, self.bias, norm=norm, residual=residual, gated=gated)
-        if isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS:
-            return product(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated)
+            return packed_product(x, self.parts, self.bias, norm=norm, residual=residual, gated=gated, gelu=gelu)
+        if few:
+            assert isinstance(self.weight, Tensor)
+            return product(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, gelu=gelu)
         if self.weight is not None:
+            if norm is not None and len(norm) == 3:
+                x, norm = rms_norm(x, *norm), None
             return linear(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
         x = x if norm is None else rms_norm(x, *norm)
         outputs = [module(x) for module in self.modules]
@@ -108,6 +111,34 @@ class Projection:
         if not isinstance(weight, Tensor) or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
             return self(x, residual=residual)
         return residual.addmm_(x, weight.t())
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """``down(act(gate(x)) * up(x))``, where act is SiLU or GELU by tanh."""
+
+    gate_up: Projection
+    down: Projection
+    gelu: bool = False
+
+    @property
+    def products(self) -> tuple[Projection, ...]:
+        """All products."""
+        return self.gate_up, self.down
+
+    @classmethod
+    def of(cls, mlp: Any, gelu: bool = False) -> GatedMLP:
+        """Return that of a module of transformers."""
+        return cls(Projection.of(mlp.gate_proj, mlp.up_proj), Projection.of(mlp.down_proj), gelu)
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """``residual + mlp(rms_norm(x))``, or of x as it is; x [rows, hidden].
+        The residual is overwritten where weights allow it."""
+        return self.down.add_to(residual, self.gate_up(x, norm, gated=True, gelu=self.gelu))
+
+    def __call__(self, x: Tensor, norm: Norm) -> Tensor:
+        """``mlp(rms_norm(x))``, [rows, hidden]."""
+        return self.down(self.gate_up(x, norm, gated=True, gelu=self.gelu))
 
 
 def _joined_scaled(modules: Sequence[ScaledLinear]) -> ScaledWeight:

@@ -15,14 +15,14 @@ from kvsift.errors import UnsupportedModel
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8
 from kvsift.kernels.triton_shim import HAVE_TRITON
-from kvsift.models.packed_linear import PackedEmbedding, PackedLinear, can_stay_packed
+from kvsift.models.packed_linear import PackedEmbedding, PackedExperts, PackedLinear, PackedStack, can_stay_packed
 from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
 
 QUANTIZE = "fp8", "fp8_head", "int8", "int4"  # what plain weights can be rounded to
 GROUP, LEAST_SCALE = 32, 2.0**-24  # inputs of a group, as measured; the smallest float16 above 0
 ROUNDED_AT_ONCE = 1 << 18  # numbers: larger temporary arrays leave holes in the process's memory
-Held = ScaledWeight | Int4Weight | PackedMatrix
+Held = ScaledWeight | Int4Weight | PackedMatrix | PackedStack
 
 
 def _keeps_int4(device: torch.device, dtype: torch.dtype) -> bool:
@@ -130,7 +130,7 @@ class GroupedCodes:
 
 def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
     """Replace the modules whose weights have these names, and the head of a tied embedding; linear layers keep their
-    biases.
+    biases, and experts are replaced where both of their weights are given.
 
     Raises:
         InputError: naming a module that cannot have such a weight.
@@ -141,6 +141,9 @@ def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
         weight = by_id.get(id(module._parameters.get("weight")))
         if weight is not None:
             model.set_submodule(name, _module_of(name, module, weight))
+        gate_up, down = (by_id.get(id(module._parameters.get(each))) for each in ("gate_up_proj", "down_proj"))
+        if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
+            model.set_submodule(name, PackedExperts(gate_up, down, module.gate_up_proj.dtype))
 
 
 def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvsift.errors import InvalidValue
 from kvsift.native.loader import core, num_threads
 from kvsift.native.memory import HugeRoom
+from kvsift.native.product import NO_NORM, Norm, numbers_of
 from kvsift.native.shapes import ROW_DTYPES
 
 BLOCK, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
@@ -140,15 +141,15 @@ class PackedMatrix:
 
 
 def packed_product(
-    x: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None, gated: bool = False, threads: int | None = None,
+    x: Tensor, parts: Sequence[PackedMatrix], bias: Tensor | None = None, *, norm: Norm | None = None,
+    residual: Tensor | None = None, gated: bool = False, gelu: bool = False, threads: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As ``native.product`` with the rows of all parts, for any number of rows of x.
 
     Args:
         x: [rows, in], bfloat16 or float32.
         parts: matrices of one number of inputs; gated: two of one shape.
-        bias, norm, residual, gated, threads: see ``native.product``.
+        bias, norm, residual, gated, gelu, threads: see ``native.product``.
     """
     num_in, num_out = parts[0].shape[1], sum(part.num_out for part in parts)
     assert x.dtype in ROW_DTYPES
@@ -161,8 +162,8 @@ def packed_product(
     if len(x):
         core.multiply_packed(
             x.dtype == torch.bfloat16, x.data_ptr(), len(x), [part.core for part in parts],
-            0 if norm is None else norm[0].data_ptr(), 0.0 if norm is None else norm[1],
-            0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(), gated,
-            num_threads(threads), out.data_ptr(),
+            *(NO_NORM if norm is None else numbers_of(norm)), 0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            gated, gelu, num_threads(threads), out.data_ptr(),
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from kvsift.gguf_file import GgufFile
 from kvsift.models.hf.gguf_model import config_of
 from kvsift.models.hf.gguf_tokenizer import LLAMA3, QWEN2, TEKKEN, tokenizer_of
 from kvsift.models.hf.model_directory import ModelDirectory
-from kvsift.models.packed_linear import PackedEmbedding, PackedLinear
+from kvsift.models.packed_linear import PackedEmbedding, PackedExperts, PackedLinear
 
 CPU = torch.device("cpu")
 TEXT = "It's 2024: two  spaces,\n\n\na\ttab, DON'T, ünïcödé, 你好 and 12345678 sheep  \r\n \U0001f600 end "
@@ -41,7 +41,7 @@ def _require_same(model: PreTrainedModel, expected: PreTrainedModel, rtol: float
     model.set_attn_implementation("eager")
     with torch.no_grad():
         found, exact = model(ids).logits, expected(ids).logits
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
+    if any(isinstance(module, PackedLinear | PackedExperts) for module in model.modules()):
         assert (found - exact).norm() < 0.1 * exact.norm()
     else:
         torch.testing.assert_close(found, exact, rtol=10 * rtol, atol=100 * rtol)
@@ -51,6 +51,16 @@ def _require_same(model: PreTrainedModel, expected: PreTrainedModel, rtol: float
 def test_a_file_has_the_logits_of_the_model_that_it_was_made_of(family: str, tmp_path: Path) -> None:
     expected = write_gguf(tmp_path / "model.gguf", family)
     _require_same(_loaded(tmp_path / "model.gguf"), expected, rtol=1e-6 if family.startswith("Gemma") else 0.0)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q4_1, Kind.Q8_0])
+def test_experts_of_a_type_are_those_of_the_file(kind: Kind, family: str, tmp_path: Path) -> None:
+    top_k = 2 if kind == Kind.F16 else 4  # all: which are the best of some depends on the rounding of inputs
+    expected = write_gguf(tmp_path / "model.gguf", family, kind, num_experts_per_tok=top_k)
+    model = _loaded(tmp_path / "model.gguf")
+    _require_same(model, expected)
+    assert isinstance(model.model.layers[1].mlp.experts, PackedExperts) == (kind != Kind.F16)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0])

@@ -19,7 +19,8 @@ from kvsift.errors import LogitsError
 
 HEADER = 9_000  # bytes of the files
 EXTREME = [0, 1, 3, 255, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 1 << 40, 2**63 - 1, 2**63, 2**64 - 1]
-WORDS = [b"block_count", b"head_count", b"embedding_length", b"context_length", b"attn_q", b"ffn_down", b"tokens"]
+WORDS = [b"block_count", b"head_count", b"embedding_length", b"context_length", b"attn_q", b"ffn_down", b"tokens",
+         b"expert_count", b"expert_used_count", b"expert_feed_forward_length", b"ffn_gate_exps"]  # fmt: skip
 
 
 def truncated(data: bytearray, rng: Random) -> None:
@@ -46,7 +47,7 @@ def foreign(data: bytearray, rng: Random) -> None:
     data[rng.choice((0, 4, 24)) :] = rng.randbytes(rng.randrange(4_000))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3Moe"])
 @pytest.mark.parametrize("mutate", [truncated, removed, scattered, lying, foreign])
 def test_a_damaged_file_is_refused_or_answers(
     mutate: Callable[[bytearray, Random], None], family: str, tmp_path: Path

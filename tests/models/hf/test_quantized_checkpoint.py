@@ -101,7 +101,7 @@ def test_weights_that_stay_on_a_gpu_give_the_same_logits(name: str, tmp_path: Pa
     expected = logits(plain_like(tmp_path, weights, "Qwen2"))
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
     layer = FusedStep(model).layers[0]
-    assert all(each.weight is not None for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    assert all(each.weight is not None for each in layer.products)
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)  # with weights that have been joined
 
 

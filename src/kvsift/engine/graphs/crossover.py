@@ -18,6 +18,7 @@ from kvsift.engine.graphs.slots import Slots, on_device, warm_up
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import StepMode
 from kvsift.models.fused_model import FusedModel
+from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Plan, Rule
 
@@ -176,7 +177,9 @@ def extend_randomly(cache: SparseCache, length: int) -> None:
     """Store random keys and values behind the tokens of a cache of one sequence, the same ones in all layers."""
     numbers = torch.Generator().manual_seed(length)
     made: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    for layer, attention in zip(cache.layers, cache.attentions, strict=True):
+    for layer in cache.layers:
+        if not isinstance(layer, SparseLayer) or (attention := layer.attention) is None:
+            continue  # a window stays as short as it is
         sizes = attention.shape.num_kv_heads, length - attention.store.lengths[0], attention.shape.head_dim
         if sizes not in made:
             made[sizes] = [torch.randn(sizes, generator=numbers).to(attention.like.dtype) for _ in range(2)]

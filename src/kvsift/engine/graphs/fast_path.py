@@ -18,6 +18,7 @@ from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.captured_step import NO_STEP, Step
+from kvsift.models.decoder import Decoder
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
@@ -127,13 +128,19 @@ class FastPath:
             return why
         return None
 
+    @property
+    def not_fused(self) -> Objections:
+        """Objections to models whose forward pass is to be fused: on a CPU without captured steps more are."""
+        return FusedStep.objections if self.enabled or self._device.type == "cuda" else Decoder.objections
+
     def fused(self, model: Any) -> FusedModel | None:
         """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
-            if self._fused is None and reason(model, FusedStep.objections, NO_STEP) is None:
-                self._fused = FusedModel(self._fused_step(model))
+            if self._fused is None and reason(model, self.not_fused, NO_STEP) is None:
+                is_captured = reason(model, FusedStep.objections) is None
+                self._fused = FusedModel(self._fused_step(model) if is_captured else Decoder(model))
             return self._fused
 
     def for_tokens(self, model: Any, caches: Sequence[SparseCache], number: int) -> Slots:

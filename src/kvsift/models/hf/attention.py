@@ -142,7 +142,7 @@ def attention_forward(
     else:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal  # a vision tower is bidirectional
-        output = _attend_tensors(query, key, value, attention_mask, scale, softcap, s_aux, causal)
+        output = attend_tensors(query, key, value, attention_mask, scale, softcap, s_aux, causal)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -172,7 +172,7 @@ def mask_forward(
     return attention_mask[:, None, None, : kwargs["kv_length"]].bool()
 
 
-def _attend_tensors(
+def attend_tensors(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
     sink_logit: Tensor | None, causal: bool,
 ) -> Tensor:  # fmt: skip

@@ -33,14 +33,26 @@ def packed_matrix(tensor: GgufTensor, room: HugeRoom | None = None) -> PackedMat
     return PackedMatrix.of(parts, room)
 
 
+def packed_experts(tensor: GgufTensor, room: HugeRoom | None = None) -> list[PackedMatrix] | None:
+    """As ``packed_matrix`` of each expert of a tensor [experts, out, in]."""
+    num_out, matrices = tensor.shape[1], list[PackedMatrix]()
+    for start in range(0, len(tensor.packed), num_out):
+        own = GgufTensor(tensor.type, tensor.shape[1:], tensor.packed[start : start + num_out])
+        if (matrix := packed_matrix(own, room)) is None:
+            return None
+        matrices.append(matrix)
+    return matrices
+
+
 def num_bytes(tensor: GgufTensor, dtype: torch.dtype, stays_packed: bool) -> int:
     """Return the size in memory of a tensor, where those that can be packed are or are not."""
-    if not stays_packed or tensor.type not in TYPES or len(tensor.shape) != 2:
+    if not stays_packed or tensor.type not in TYPES or len(tensor.shape) not in (2, 3):
         return prod(tensor.shape) * dtype.itemsize
     codes = _codes(tensor, 0, 1)
     numbers = codes.scales.size + (0 if codes.minima is None else codes.minima.size)
-    row_bytes = tensor.shape[1] // (1 if codes.table is None else 2) + 2 * numbers
-    return -(-tensor.shape[0] // TILE) * TILE * row_bytes
+    *experts, num_out, num_in = tensor.shape
+    row_bytes = num_in // (1 if codes.table is None else 2) + 2 * numbers
+    return prod(experts) * -(-num_out // TILE) * TILE * row_bytes
 
 
 def _codes(tensor: GgufTensor, start: int, stop: int) -> PackedCodes:

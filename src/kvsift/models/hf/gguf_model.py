@@ -14,16 +14,18 @@ from torch import Tensor
 
 from kvsift.errors import DamagedFile, UnsupportedModel, unknown
 from kvsift.gguf_file import GgufFile, GgufTensor
-from kvsift.models.hf.gguf_codes import packed_matrix
+from kvsift.models.hf.gguf_codes import packed_experts, packed_matrix
 from kvsift.models.hf.late_weight import LateWeight
+from kvsift.models.packed_linear import PackedStack
 from kvsift.native.memory import HugeRoom
 
 log = logging.getLogger("kvsift")
 # model_type and class of each architecture
 ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
+    "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too, and Mixtral's, which has experts
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
@@ -32,12 +34,13 @@ NAMES_OF_LAYER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 NAMES_OF_GEMMA_LAYER = {
     **NAMES_OF_LAYER, "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+EXPERTS = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"  # weights of all experts of a layer
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # tokens that end a turn, which the file may not name; llama.cpp looks for them likewise
@@ -53,7 +56,7 @@ class _Settings:
         self.architecture = str(file.settings.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise unknown(f"architecture in {file.path}:", self.architecture[:80], ARCHITECTURES)
-        self._file, self._read = file, {"vocab_size", "expert_count", "attention.causal", "rope.scaling.finetuned"}
+        self._file, self._read = file, {"vocab_size", "attention.causal", "rope.scaling.finetuned"}
 
     def get(self, name: str, kind: type[Any] = int, default: Any = None) -> Any:
         """Return a setting as a number above 0, or as a text.
@@ -91,8 +94,11 @@ def config_of(file: GgufFile) -> Any:
     """
     own = _Settings(file)
     model_type, name_of_class = ARCHITECTURES[own.architecture]
-    if file.settings.get(f"{own.architecture}.expert_count"):
-        raise UnsupportedModel(f"{file.path} has experts, which kvsift does not read from GGUF files.")
+    num_experts = own.get("expert_count") if own.has("expert_count") else 0
+    if num_experts and own.architecture == "llama":
+        model_type, name_of_class = "mixtral", "MixtralForCausalLM"
+    if bool(num_experts) != (model_type in ("mixtral", "qwen3_moe")):
+        raise UnsupportedModel(f"{file.path} has {num_experts} experts, which {own.architecture} does not have.")
     if "token_embd.weight" not in file.tensors:
         raise DamagedFile(f"{file.path} has no tensor token_embd.weight.")
     heads, width = own.get("attention.head_count"), own.get("embedding_length")
@@ -117,8 +123,10 @@ def config_of(file: GgufFile) -> Any:
         "dtype": _stored_dtype(file),
         **_tokens(file),
     }
+    if num_experts:
+        fields |= _experts(own, fields, num_experts)
     _require_shapes(file, fields)
-    if own.architecture == "llama":
+    if model_type == "llama":
         fields["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         fields["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     elif own.architecture.startswith("gemma"):
@@ -139,7 +147,9 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype, stay_packed: boo
         if full_name == ROPE_FACTORS:
             continue  # part of the configuration
         target = f"model.layers.{layer}.{names[part]}" if part in names else NAMES.get(name)
-        if config.model_type == "llama" and part in heads:
+        if part in EXPERTS and suffix == "weight":
+            continue  # with the others of the layer
+        if config.model_type in ("llama", "mixtral") and part in heads:
             tensor = _unpermuted(tensor, heads[part])
         is_norm = gemma and full_name.endswith("norm.weight")  # the file has the weight plus 1
         weights[full_name if target is None else f"{target}.{suffix}"] = LateWeight(
@@ -148,10 +158,32 @@ def weights_of(file: GgufFile, config: Any, dtype: torch.dtype, stay_packed: boo
             partial(_expanded, tensor, dtype, is_norm),
             packed_matrix(tensor, room) if stay_packed else None,
         )
+    if config.model_type in ("mixtral", "qwen3_moe"):
+        for number in range(config.num_hidden_layers):
+            weights |= _weights_of_experts(file, number, dtype, room if stay_packed else None)
     return weights
 
 
+def _weights_of_experts(file: GgufFile, layer: int, dtype: torch.dtype, room: HugeRoom | None) -> dict[str, LateWeight]:
+    """Return the weights of the experts of a layer, which stay packed where there is a room for them and all can."""
+    gate, up, down = (file.tensors[f"blk.{layer}.{part}.weight"] for part in EXPERTS)
+    packed = [None if room is None else packed_experts(tensor, room) for tensor in (gate, up, down)]
+    held: list[PackedStack | None] = [None, None]
+    if (gates := packed[0]) is not None and (ups := packed[1]) is not None and (downs := packed[2]) is not None:
+        held = [PackedStack(tuple(zip(gates, ups))), PackedStack(tuple(zip(downs)))]
+    num_experts, inter, hidden = gate.shape
+    target = f"model.layers.{layer}.mlp.experts."
+    return {
+        f"{target}gate_up_proj": LateWeight(
+            (num_experts, 2 * inter, hidden), dtype,
+            lambda: torch.cat((_expanded(gate, dtype, False), _expanded(up, dtype, False)), 1), held[0],
+        ),
+        f"{target}down_proj": LateWeight(down.shape, dtype, partial(_expanded, down, dtype, False), held[1]),
+    }  # fmt: skip
+
+
 def _expanded(tensor: GgufTensor, dtype: torch.dtype, is_one_more: bool) -> Tensor:
+    """Return a tensor of a file, less 1 where the file has it one more."""
     expanded = torch.empty(len(tensor.packed), tensor.shape[-1], dtype=dtype)
     for start in range(0, len(tensor.packed), tensor.rows_at_once):
         rows = torch.from_numpy(np.require(tensor.expand(start, start + tensor.rows_at_once), requirements="W"))
@@ -174,16 +206,38 @@ def _unpermuted(tensor: GgufTensor, num_heads: int) -> GgufTensor:
 def _require_shapes(file: GgufFile, fields: dict[str, Any]) -> None:
     """Refuse sizes that the weights do not have (``InputError``), before memory is allocated by them."""
     width, heads, kv_heads = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-    rows = {"attn_q": heads * fields["head_dim"], "attn_k": kv_heads * fields["head_dim"],
-            "ffn_up": fields["intermediate_size"]}  # fmt: skip
-    expected: dict[str, tuple[int, ...]] = {"token_embd.weight": (fields["vocab_size"], width)}
-    expected |= {f"blk.0.{name}.weight": (num_rows, width) for name, num_rows in rows.items()}
-    expected |= {f"blk.{fields['num_hidden_layers'] - 1}.attn_norm.weight": (width,)}
-    for name, shape in expected.items():
-        stored = file.tensors[name].shape if name in file.tensors else None
-        if stored != shape:
-            what = "none" if stored is None else list(stored)
-            raise DamagedFile(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
+    rows = {"attn_q": heads * fields["head_dim"], "attn_k": kv_heads * fields["head_dim"]}
+    if "num_experts" not in fields:
+        rows["ffn_up"] = fields["intermediate_size"]
+    _require(file, "token_embd.weight", fields["vocab_size"], width)
+    for name, num_rows in rows.items():
+        _require(file, f"blk.0.{name}.weight", num_rows, width)
+    _require(file, f"blk.{fields['num_hidden_layers'] - 1}.attn_norm.weight", width)
+    if num_experts := fields.get("num_experts"):
+        for layer in range(fields["num_hidden_layers"]):
+            for part in EXPERTS:
+                sizes = fields["intermediate_size"], width
+                _require(file, f"blk.{layer}.{part}.weight", num_experts, *(sizes[::-1] if "down" in part else sizes))
+
+
+def _require(file: GgufFile, name: str, *shape: int) -> None:
+    stored = file.tensors[name].shape if name in file.tensors else None
+    if stored != shape:
+        what = "none" if stored is None else list(stored)
+        raise DamagedFile(f"{file.path} should have a tensor {name} of the shape {list(shape)}, and has {what}.")
+
+
+def _experts(own: _Settings, fields: dict[str, Any], num_experts: int) -> dict[str, Any]:
+    """Return what configurations of Mixtral and Qwen3-MoE have besides."""
+    inter = own.get("expert_feed_forward_length", default=fields["intermediate_size"])
+    return {
+        "num_experts": num_experts,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": min(own.get("expert_used_count"), num_experts),
+        "moe_intermediate_size": inter,
+        "intermediate_size": inter,
+        "norm_topk_prob": True,
+    }
 
 
 def _gemma(own: _Settings, fields: dict[str, Any]) -> dict[str, Any]:

@@ -123,11 +123,13 @@ class SparseLayer(AttendingLayer):
             )
         return self.attention.attend_again(queries)
 
-    def attend_fused(self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int) -> Tensor:
+    def attend_fused(
+        self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int, scale: float, softcap: float | None
+    ) -> Tensor:
         """As ``update`` and ``attend`` of a fused pass, whose tokens are all real; the last ones are generated.
 
         queries [batch, num_query_heads, num_new, head_dim] -> the same shape; keys, values [batch, num_kv_heads,
-        num_new, head_dim].
+        num_new, head_dim]; scale, softcap: of ``LayerShape``.
         """
         batch, num_kv_heads, num_new, head_dim = keys.shape
         if not self.is_initialized:
@@ -136,8 +138,8 @@ class SparseLayer(AttendingLayer):
         if self.valid is not None:
             self._new_valid(None, batch, num_new)
         if self.attention is None:
-            sizes = self.layer, queries.shape[1], num_kv_heads, head_dim, head_dim**-0.5
-            shape = LayerShape(*sizes, rope=self.run.rope, peers=self.run.peers, origin=self.run.origin)
+            sizes = self.layer, queries.shape[1], num_kv_heads, head_dim, scale, softcap
+            shape = LayerShape(*sizes, self.run.rope, self.run.peers, self.run.origin)
             self.attention = self._new_attention(shape, keys)
         chunk = Chunk(queries, keys, values, [num_new] * batch)
         return self.attention.attend(chunk, decode_tokens, exact=self.run.exact)
