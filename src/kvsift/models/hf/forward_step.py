@@ -64,6 +64,9 @@ class TransformersStep:
          "{it.__class__.__name__} has layers with chunked attention"),
         (lambda model: not_taken(SparseCache(model.config, SparseRun(Plan(), RunStats())).layers),
          "{it.__class__.__name__} has layers that no captured step takes ({found})"),
+        (lambda model: (width := getattr(config := model.config.get_text_config(), "v_head_dim", None)) is not None
+         and width != getattr(config, "head_dim", width),
+         "{it.__class__.__name__} has values of another width than its keys"),
         (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a step has one
          "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
     )  # fmt: skip
