@@ -46,6 +46,12 @@ class AttendingLayer(CacheLayerMixin):
             "the model that it was made for."
         )
 
+    def to(self, device: torch.device) -> AttendingLayer:
+        """Stay: transformers 5.17 moves keys that layers of Gemma 3n and 4 share to the device of each layer."""
+        if device != self.device:
+            raise UnsupportedModel(f"layers on {self.device} and {device} share keys. Keep the model on one device.")
+        return self
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True

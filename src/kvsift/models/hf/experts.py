@@ -24,7 +24,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     """As transformers' own functions for experts: hidden_states [rows, hidden], top_k_* [rows, top_k] -> [rows,
     hidden]."""
     experts: Any = module
-    if top_k_index.numel() > MOST_PAIRS or experts._is_expert_parallel:
+    parallel = getattr(experts, "_is_expert_parallel", False)  # transformers 5.17 has no such attribute
+    if top_k_index.numel() > MOST_PAIRS or parallel:
         output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
         return output
     name, ids = "gate_up_proj" if experts.has_gate else "up_proj", top_k_index.flatten()
