@@ -144,7 +144,7 @@ def test_others_take_plain_steps_again_once_the_constrained_one_has_ended(
 
 
 @pytest.mark.usefixtures("eager_pace")
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
+@pytest.mark.parametrize("sampling", SAMPLINGS[1:4], ids=[1, 2, 3])
 @pytest.mark.parametrize("grammar", [None, GRAMMARS[0], GRAMMARS[1]], ids=["free", "json", "regex"])
 def test_exact_answers_are_those_of_dense_decoding(exact: LLM, sampling: Sampling, grammar: Grammar | None) -> None:
     options: dict[str, Any] = {"sampling": sampling, "grammar": grammar, "max_new_tokens": 40}

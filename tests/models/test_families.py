@@ -15,9 +15,12 @@ from kvsift import native
 STORED = json.loads(FILE.read_text())
 OF_THE_CORE = "native", "exact"
 RECORDED = tuple(map(int, STORED["transformers"].split(".")[:2]))
+ALIKE = [name for name, found in STORED["families"].items() if found["layers"] == "full" and found["native"] != "yes"]
 
 
-@pytest.mark.parametrize("family", names())
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in names()]
+)
 def test_a_family_answers_as_stock_and_does_what_its_page_says(family: str) -> None:
     parts = [part for part in PARTS if native.available() or part not in OF_THE_CORE]
     if VERSION < RECORDED:

@@ -60,7 +60,7 @@ class PrefillBench(Bench):
         return point_text(point)
 
     def measure(self, point: int) -> dict[str, Any]:
-        pools = pool_bytes(self.model.config, Plan(), point, 1, 0, self.model.dtype.itemsize)
+        pools = pool_bytes(self.model.config, Plan(), point, 1, 0, self.model.dtype)
         machine.require_room(self.model.device, pools * ROOM_SHARE)
         recipe, last_chunk = self.recipe, self.recipe.chunks[-1]
         variants = [(f"dense, chunks of {chunk}", "dense", chunk) for chunk in recipe.chunks]

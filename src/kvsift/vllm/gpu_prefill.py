@@ -90,6 +90,15 @@ class _BlockPool(NamedTuple):
     page_size: int
     summaries: dict[str, Tensor]
 
+    @property
+    def by_page(self) -> bool:
+        """Whether numbers are in 8 bits, as ``LayerPool`` may have them."""
+        return False
+
+    @property
+    def as_read(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
 
 class _Table(NamedTuple):
     """What ``RowReader`` asks of a table."""
