@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from engine.hybrids import HYBRIDS, write_hybrid
+from engine.test_sequences import Recorded
 from engine.tiny_directory import text_of
 from refusals import refused
-from torch import Tensor
 
 from kvsift import LLM, Sampling
 from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.request import Request
-from kvsift.engine.sequence import EngineSequence, FinishReason
+from kvsift.engine.sequence import EngineSequence
 from kvsift.models.hf.state_snapshot import StateSnapshot
 from kvsift.plan.syntax import parse_plan
 
@@ -27,21 +27,6 @@ GRID = 32
 PLANS = ["quest:budget=64:window=16:dense_layers=none", "dense", "sketch:budget=64:window=16:dense_layers=none"]
 HISTORIES = int(8 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 QUESTIONS = ["How many sacks of corn?", "Which of the mills by the river grinds the least corn?"]
-
-
-class Recorded:
-    """An output that takes the likeliest token and remembers the logits."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens, self.logits, self.tokens, self.num_prefilled = num_tokens, list[Tensor](), list[int](), 0
-
-    def note_prefilled(self, num_tokens: int) -> None:
-        self.num_prefilled = num_tokens
-
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
-        self.logits.append(logits.clone())
-        self.tokens.append(int(logits.argmax()))
-        return self.tokens[-1], "length" if len(self.tokens) == self.num_tokens else ""
 
 
 def new_llm(directory: Path, **options: Any) -> LLM:

@@ -47,9 +47,8 @@ class LayerWeights:
         q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (
             getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         ))  # fmt: skip
-        adds_normalised = hasattr(
-            layer, "pre_feedforward_layernorm"
-        )  # "post" is then after the sum is made, not before the MLP
+        # Gemma: "post" norms are of what is added then, not of what the MLP reads
+        adds_normalised = hasattr(layer, "pre_feedforward_layernorm")
         before_mlp = layer.pre_feedforward_layernorm if adds_normalised else layer.post_attention_layernorm
         return cls(
             Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
