@@ -62,7 +62,8 @@ def check(case: Case, rest: bool = True, spare: int = 1, **how: Any) -> Step:
     for row, (first, stop, chosen, held) in enumerate(case.spans.tolist()):
         output, share, votes = answer(case, row, found.tokens[row], found.counts[row], rest, **how)
         tolerance = 4e-3 if case.queries.dtype == torch.float16 else 3e-2
-        torch.testing.assert_close(found.output[row].float(), output.float(), atol=tolerance, rtol=tolerance)
+        size = min(max(float(output.abs().max()), 0.2), 1.0)  # means of many values are small
+        torch.testing.assert_close(found.output[row].float(), output.float(), atol=tolerance * size, rtol=tolerance)
         assert abs(int(found.estimated[row]) / ESTIMATED_WHOLE - share) < 4e-3 * case.queries.shape[1]
         for head in range(case.kv.num_kv_heads):
             listed = found.tokens[row, head, : int(found.counts[row, head])]

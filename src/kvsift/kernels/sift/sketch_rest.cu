@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_rest(
         for (int n = 0; n < D / 16; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                softmax.acc[tile][n][i] = (softmax.acc[tile][n][i] - excess[i % 2]) * inverse;
+                softmax.acc[tile][n][i] = (softmax.acc[tile][n][i] - excess[i % 2]) * (inverse * CODE_UNIT);
     }
 }
 
