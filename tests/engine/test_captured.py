@@ -64,11 +64,13 @@ def tokens(found: list[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in found]
 
 
-def replay(model: LLM, plan: str, text: str, new_ids: list[int]) -> tuple[float, float | None]:
+def replay(
+    model: LLM, plan: str, text: str, new_ids: list[int], placement: str = "device"
+) -> tuple[float, float | None]:
     """The same tokens on the composed path: how much less likely than the best they were at worst, as the difference of
     logits over their spread; and the recovery."""
     ids = model.tokenizer(text)["input_ids"]
-    cache, worst = kvsift.make_cache(model.model, plan), 0.0
+    cache, worst = kvsift.make_cache(model.model, plan, placement=placement), 0.0
     with torch.inference_mode():
         given = torch.tensor([ids], device="cuda")
         for token in new_ids:
@@ -178,15 +180,15 @@ def test_sequences_of_a_ragged_batch_are_those_of_the_composed_path(plan: str, d
 def test_keys_and_values_in_int8_are_attended_as_on_the_composed_path(
     plan: str, dtype: str, head_dim: int, tmp_path: Path
 ) -> None:
-    """In bfloat16 by the single launches."""
-    directory = write_model(tmp_path, **{**SIZES, "head_dim": head_dim})
-    fast, slow = (answers(llm(directory, path, dtype, kv_dtype="int8"), plan=plan) for path in ("captured", "composed"))
-    assert {answer.path for answer in fast} == {"captured"}
-    for one, other in zip(fast, slow):
-        assert one.token_ids[:1] == other.token_ids[:1]
-        assert one.decode("visible_tokens") == other.decode("visible_tokens")
-        recovery = other.decode("recovery")
-        assert one.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05))
+    """In bfloat16 by the single launches. Codes of almost equal numbers differ, so tokens may, where two are as good."""
+    directory = write_model(tmp_path, eos_token_id=None, **{**SIZES, "head_dim": head_dim})
+    fast, slow = (llm(directory, path, dtype, kv_dtype="int8") for path in ("captured", "composed"))
+    for text, answer in zip(TEXTS, answers(fast, plan=plan)):
+        assert answer.path == "captured"
+        worst, recovery = replay(slow, plan, text, answer.token_ids, "device:kv_dtype=int8")
+        assert answer.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05))
+        if plan == "dense":
+            assert worst < ROUNDING
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, [Sampling(), SAMPLED, Sampling(1.5), Sampling(0.5, 0.7, 2), SAMPLED]])
