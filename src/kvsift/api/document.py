@@ -325,7 +325,7 @@ class Document(Uncopied):
         build_s, started, streamed = 0.0 if prefix is before else prefix.build_s, perf_counter(), on_text is not None
         request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends, asked=asked)
         if reason is None:
-            check_captured([request], runner.device)
+            check_captured([request])
         output = TextOutput(request, runner.tokenizer, runner.device)
         decode_from = self.num_tokens if question_phase == "decode" else None
         seq = sequence_of(runner, output, prefix=prefix, decode_from=decode_from)

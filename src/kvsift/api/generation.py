@@ -90,7 +90,7 @@ class Generation:
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
         runner, reason = self._runner, self._runner.reason_uncaptured(self._plan)
         if reason is None and runner.fast_path.is_required:
-            check_captured(self._requests, runner.device)
+            check_captured(self._requests)
         return self._in_sequences(reason)
 
     def _in_sequences(self, reason: str | None) -> Generator[tuple[int, str], None, None]:
@@ -149,8 +149,8 @@ class TextStream(Uncopied):
             raise
 
 
-def check_captured(requests: Sequence[Request], device: torch.device) -> None:
-    """Refuse requests that captured steps on a device cannot answer (``InputError``)."""
+def check_captured(requests: Sequence[Request]) -> None:
+    """Refuse requests that captured steps cannot answer (``InputError``)."""
     if any(request.offsets is not None for request in requests):
         raise Conflict(
             "captured steps keep no record of what they selected. Give path='composed', or leave out passages."
@@ -159,11 +159,6 @@ def check_captured(requests: Sequence[Request], device: torch.device) -> None:
         raise Conflict(
             "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
             "logprobs."
-        )
-    constraints = (request.constrained_by for request in requests if device.type == "cuda")
-    if found := next(filter(None, constraints), None):
-        raise Conflict(
-            f"captured steps choose tokens on the GPU, and {found}. Give path='composed', or leave that out."
         )
 
 

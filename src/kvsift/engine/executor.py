@@ -339,8 +339,6 @@ class Executor:
             return "drafts are verified"
         if seq.request.logprobs is not None:
             return "probabilities are kept"
-        if self._runner.device.type == "cuda" and seq.request.constrained_by:
-            return seq.request.constrained_by
         return self._runner.reason_uncaptured(seq.request.plan)
 
     def _reason_composed(self, cache: SparseCache, uncaptured: str) -> str | None:

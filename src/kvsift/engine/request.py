@@ -64,17 +64,10 @@ class Request:
     def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
         """Return what chooses the tokens of the answer from logits on a device."""
         settings = self.settings if self.settings is not None and self.settings.applied else None
-        if settings is None and not self.constrained_by:
+        if settings is None and self.grammar is None and not self.sampling.changes_logits:
             return self.sampling.chooser(device)
         grammar = None if self.grammar is None else self.grammar.copy()
         return ConstrainedChooser(self.sampling, self.ids, self.max_new_tokens, device, settings, grammar)
-
-    @property
-    def constrained_by(self) -> str:
-        """What changes the logits of this request, in words; empty if nothing does."""
-        if self.grammar is not None:
-            return "a grammar masks logits"
-        return "penalties or a bias change logits" if self.sampling.changes_logits else ""
 
     @cached_property
     def ending_tokens(self) -> frozenset[int]:

@@ -137,6 +137,7 @@ class BlockGroup(Group[SequenceBlocks]):
             step = launch_plain(slots, kind, places, 0)
         if step.chosen is None:
             slots.choose(kind, step.number, self._constraints_of(slots, seqs, [[seq.token] for seq in seqs]))
+            slots.repeat_first()
             step = step.with_tokens()
         is_paused = all(seq.decoder is None or seq.decoder.is_paused for seq in seqs)
         after = None

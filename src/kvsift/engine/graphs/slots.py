@@ -341,6 +341,13 @@ class Slots:
             else:
                 self._choose_constrained(kind.choice)
 
+    @torch.inference_mode()
+    def repeat_first(self) -> None:
+        """Feed all slots of a block the next token of its first one: the others repeat that, and only the first has the
+        constraints of what comes next."""
+        of_blocks = self.tokens.view(-1, self.batch.block)
+        of_blocks[:, 1:] = of_blocks[:, :1].clone()
+
     def _use_noise(self, choice: Choice | None, number: int) -> None:
         if choice not in (None, "greedy") and len(self._noise):  # else nobody draws
             self._drawn.copy_(self._noise[number])

@@ -70,10 +70,6 @@ def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
         return None
     if request.logprobs is not None and runner.fast_path.enabled:
         raise Conflict("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
-    if request.constrained_by and runner.device.type == "cuda":
-        raise Conflict(
-            f"exact=True: steps choose tokens on the GPU, and {request.constrained_by}. Leave one of them out."
-        )
     plan = request.plan
     learns = plan.decode is not None and plan.decode.method.traits.drafts_only
     pace = runner.paces.begin(str(plan), len(request.ids))
