@@ -180,7 +180,7 @@ def test_sequences_of_a_ragged_batch_are_those_of_the_composed_path(plan: str, d
 def test_keys_and_values_in_int8_are_attended_as_on_the_composed_path(
     plan: str, dtype: str, head_dim: int, tmp_path: Path
 ) -> None:
-    """In bfloat16 by the single launches. Codes of almost equal numbers differ, so tokens may, where two are as good."""
+    """In bfloat16 by the single launches. Codes of near numbers differ, so tokens may, where two are as good."""
     directory = write_model(tmp_path, eos_token_id=None, **{**SIZES, "head_dim": head_dim})
     fast, slow = (llm(directory, path, dtype, kv_dtype="int8") for path in ("captured", "composed"))
     for text, answer in zip(TEXTS, answers(fast, plan=plan)):
