@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import loop_sequences
-from engine.test_hybrid_steps import FAMILIES as HYBRIDS
-from engine.test_hybrid_steps import MORE
+from engine.test_hybrid_steps import FAMILIES, MORE, write_family
 from engine.tiny_directory import text_of, write_anchors, write_model
 from refusals import refused
 
@@ -118,9 +117,9 @@ def test_other_architectures_answer_as_on_the_composed_path(
     assert {answer.path for answer in fast} == {"captured"}
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS, *MORE])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_hybrids_are_captured(family: str, tmp_path: Path) -> None:
-    directory = write_model(tmp_path, family, eos_token_id=None, **{**HYBRIDS, **MORE}[family])
+    directory = write_family(tmp_path, family)
     fast, slow = (answers(llm(directory, path), sampling=SAMPLED) for path in ("captured", "composed"))
     assert {answer.path for answer in fast} == {"captured"}
     assert tokens(fast) == tokens(slow)

@@ -7,10 +7,12 @@ forward pass gets a cache whose layers append and attend on the device; position
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import Cache
 
 from kvsift.kernels.append import append
@@ -51,6 +53,32 @@ class StepLayer(AttendingLayer):
         return self._decode.attend(queries[:, :, 0].contiguous(), "dense").unsqueeze(2)
 
 
+class KnownNumbers(TorchFunctionMode):
+    """Makes the tensors that a forward pass makes of a number on the host, and copies to its device, once: a capture
+    forbids such copies (``Gemma3n``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Any, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, given = kwargs or {}, args[0] if args else None
+        if func == torch.tensor and isinstance(given, Number):
+            number, kind = given, type(given)
+        elif func == Tensor.to and given.device.type == "cpu" and given.numel() == 1 and _leaves_cpu(args, kwargs):
+            number, kind = given.item(), (given.dtype, given.shape)
+        else:
+            return func(*args, **kwargs)
+        key = func, repr(number), kind, args[1:], *sorted(kwargs.items())
+        if key not in self._made:
+            self._made[key] = func(*args, **kwargs)
+        return self._made[key].clone()  # the model may write to it
+
+
+def _leaves_cpu(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(each, torch.device) and each.type != "cpu" for each in (*args, *kwargs.values()))
+
+
 class TransformersStep:
     """A ``Step`` by the model's own forward pass.
 
@@ -73,7 +101,7 @@ class TransformersStep:
     keeps_bits = False  # libraries add up products of one row and of several in other orders
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:
-        self._model, self._rotation = model, rotation
+        self._model, self._rotation, self._numbers = model, rotation, KnownNumbers()
         take_experts(model)
 
     def angles(self, num_positions: int) -> Tensor:
@@ -91,12 +119,13 @@ class TransformersStep:
             layers[layer.shape.layer] = StepLayer(layer, pools, mode, watched)
         cache = Cache(layers=[layers[index] for index in range(len(layers))])
         cache.rotation = self._rotation
-        output = self._model(
-            input_ids=tokens.unsqueeze(1),
-            position_ids=(batch.lengths - 1).long().unsqueeze(1),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self._numbers:
+            output = self._model(
+                input_ids=tokens.unsqueeze(1),
+                position_ids=(batch.lengths - 1).long().unsqueeze(1),
+                past_key_values=cache,
+                use_cache=True,
+            )
         logits: Tensor = output.logits[:, -1].float()
         return logits
 

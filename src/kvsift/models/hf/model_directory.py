@@ -373,6 +373,9 @@ class ModelDirectory:
             )
         if self.quantize is not None:
             round_linears(model, device, dtype, self.quantize)
+        for path, module in model.named_modules():
+            if path.endswith("embed_tokens_per_layer") and module.num_embeddings < self.config.vocab_size:
+                module.register_forward_pre_hook(_known_tokens)
         return model.eval() if self.is_quantised else model.to(device).eval()
 
     def _from_weights(
@@ -386,6 +389,12 @@ class ModelDirectory:
         if (self.path / GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.path, local_files_only=True)
         return model, report
+
+
+def _known_tokens(embedding: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Let tokens that an embedding lacks be token 0, as newer transformers do in Gemma3n; looked up on a GPU, they end
+    the process."""
+    return (given[0].where(given[0] < embedding.num_embeddings, 0),)
 
 
 def choose_device(name: str) -> torch.device:
