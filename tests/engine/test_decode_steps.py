@@ -13,6 +13,7 @@ import kvsift
 from kvsift import LLM, Sampling
 from kvsift.api.answer import Answer
 from kvsift.engine.graphs import sequence_groups
+from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
 
@@ -305,6 +306,21 @@ def test_short_contexts_are_dense_where_the_user_says_so(path: str, llama: Path)
     answer = LLM(llama, QUEST, path=path, dense_below=len(TEXTS[0]) + 11).generate(TEXTS[0], max_new_tokens=30)
     assert answer.decode("sparse_queries") == 2 * 20  # layers 1 and 2, from the eleventh step on
     assert answer.dense_below == len(TEXTS[0]) + 11
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 0}, {"passages": True}])
+def test_what_captured_steps_cannot_answer_is_dense_where_the_user_says_so_too(
+    options: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where steps are captured unless the request asks for more."""
+    monkeypatch.setattr(FastPath, "is_required", False)
+    llm = LLM(llama, QUEST, path="eager", dense_below=len(TEXTS[0]) + 11)
+    document = llm.read(TEXTS[0][:-1], template="{context}{question}")
+    for ask, text in ((llm.generate, TEXTS[0]), (document.ask, ".")):
+        answer = ask(text, max_new_tokens=30, **options)
+        assert answer.path in ("native", "composed: what is selected is recorded")
+        assert answer.decode("sparse_queries") == 2 * 20
+        assert answer.dense_below == len(TEXTS[0]) + 11
 
 
 def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pytest.LogCaptureFixture) -> None:

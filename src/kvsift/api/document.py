@@ -135,7 +135,7 @@ class Document(Uncopied):
         The document is prefilled again only if the plan prefills differently, if the last answer has evicted a part of
         it (evict=true), or if RoPE rotates a sequence of this length differently.
         """
-        plan = self._executed(plan, more or 0)
+        plan = self._runner.executed_plan(plan, self.num_tokens + (more or 0))
         prefix = self._prefilled(plan, more)
         return self._runner.loop.call(partial(self._runner.loop.rewound, prefix, plan))
 
@@ -174,12 +174,6 @@ class Document(Uncopied):
         self._prefix = prefix  # only now: an interrupted prefill leaves no cache
         return prefix
 
-    def _executed(self, plan: Plan, more: int, is_observed: bool = False) -> Plan:
-        """The plan as it runs on this machine with ``more`` tokens after the document."""
-        if self._runner.reason_uncaptured(plan) is None:
-            return plan
-        return self._runner.uncaptured_plan(plan, self.num_tokens + more, is_observed)
-
     def save(self, path: str | Path) -> None:
         """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
         question was asked yet, or the last one's plan prefills differently from the document's.
@@ -201,7 +195,7 @@ class Document(Uncopied):
                 "the last answer has dropped tokens of the document for good (evict=true). Save it before the first "
                 "question, or after one under a plan without evict=true."
             )
-        plan = self._executed(self._plan, 0, is_observed=True)
+        plan = runner.executed_plan(self._plan, self.num_tokens, is_observed=True)
         prefix = self._prefilled(plan, None)
         try:
             with runner.loop.leased(prefix, plan) as cache, runner.fast_path.turn, inference():
@@ -227,7 +221,7 @@ class Document(Uncopied):
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
         started, prefix = perf_counter(), PinnedPrefix(self.num_tokens)
-        plan = self._executed(self._plan, 0, is_observed=True)
+        plan = runner.executed_plan(self._plan, self.num_tokens, is_observed=True)
         seq = sequence_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
         runner.loop.restore_prefix(seq, rotation, fill)
         self.read_s, self.read_stats, self.open_s = read_s, dict(read_stats), perf_counter() - started
@@ -319,12 +313,12 @@ class Document(Uncopied):
         on_text: Callable[[str], None] | None, question_phase: Phase, ignores_ends: bool,
     ) -> Answer:  # fmt: skip
         runner, before = self._runner, self._prefix
-        reason, more = runner.reason_uncaptured(plan), len(ids) - self.num_tokens + options.max_new_tokens
-        asked, plan = plan, self._executed(plan, more, options.exact or options.passages)
-        prefix = self._prefilled(plan, more - 1)
+        reason, length = runner.reason_uncaptured(plan), len(ids) + options.max_new_tokens
+        asked, plan = plan, runner.executed_plan(plan, length, options)
+        prefix = self._prefilled(plan, length - self.num_tokens - 1)
         build_s, started, streamed = 0.0 if prefix is before else prefix.build_s, perf_counter(), on_text is not None
         request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends, asked=asked)
-        if reason is None:
+        if reason is None and runner.fast_path.is_required:
             check_captured([request])
         output = TextOutput(request, runner.tokenizer, runner.device)
         decode_from = self.num_tokens if question_phase == "decode" else None

@@ -358,10 +358,8 @@ class LLM(Engine):
         self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()  # the first call may capture or time trial steps, which no answer's time includes
         self.load()
-        reason = self.reason_uncaptured(plan)
         check_exact(self, plan, options.exact)
-        longest = max(map(len, prompts)) + options.max_new_tokens
-        runs_as = plan if reason is None else self.uncaptured_plan(plan, longest, options.exact or options.passages)
+        runs_as = self.executed_plan(plan, max(map(len, prompts)) + options.max_new_tokens, options)
         started += perf_counter() - before
         requests = [
             self.request(ids, runs_as, choice, streamed, where, started, asked=plan)

@@ -12,6 +12,7 @@ from kvsift.engine.executor import Executor
 from kvsift.engine.graphs.crossover import HostCrossover
 from kvsift.engine.loop import STATE_BYTES, Loop
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import GenerateOptions
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.hf.sparse import SparseCache, make_cache
@@ -22,6 +23,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.tuned_plan import ModelPlans
 
 SEQUENCES, GPU_SEQUENCES = 8, 64  # that decode in one step, and in captured ones
+DEFAULTS = GenerateOptions()
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other sequences wait less
 
 
@@ -65,6 +67,18 @@ class Engine(ModelRunner):
         """End all answers and the thread that computes them, and free the memory of the cache. Nothing can be asked
         afterwards."""
         self.loop.stop()
+
+    def executed_plan(
+        self, plan: Plan, length: int, options: GenerateOptions = DEFAULTS, is_observed: bool = False
+    ) -> Plan:
+        """The plan as it runs for a request with these options: captured steps know where they are dense, others are
+        told so by ``uncaptured_plan``, whose arguments these are."""
+        selects = options.exact or options.passages
+        changed = options.changes_logits and self.device.type == "cuda"
+        leaves_captured = selects or changed or options.logprobs is not None  # as ``Executor`` decides
+        if not leaves_captured and self.reason_uncaptured(plan) is None:
+            return plan
+        return self.uncaptured_plan(plan, length, is_observed or selects)
 
     def uncaptured_plan(self, plan: Plan, length: int, is_observed: bool = False) -> Plan:
         """The plan of a request without captured steps, with decode dense in contexts below ``dense_below``.
