@@ -68,6 +68,55 @@ class ScaledWeight:
         return ScaledWeight(self.values, scales.contiguous(), outs, self.ins)
 
 
+@dataclass(frozen=True)
+class ScaledStack:
+    """Matrices of experts [experts, out, in], each a ``ScaledWeight``.
+
+    Attributes:
+        values: float8_e4m3fn [experts, out, in].
+        scales: float32 [experts, ceil(out / outs), ceil(in / ins)].
+        outs, ins: see ``ScaledWeight``.
+    """
+
+    values: Tensor
+    scales: Tensor
+    outs: int
+    ins: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> ScaledStack:
+        """Return the nearest 8-bit floats of weights [experts, out, in], with one scale per output."""
+        values, scales = round_rows(weight.flatten(0, 1))
+        return cls(values.view(weight.shape), scales.view(*weight.shape[:2], 1), 1, weight.shape[2])
+
+    @classmethod
+    def joined(cls, experts: Sequence[Sequence[ScaledWeight]]) -> ScaledStack:
+        """Return the stack of the matrices of each expert, whose outputs follow one another and whose scales belong to
+        as many inputs."""
+        outs = gcd(*(shared_outs(own) for own in experts))
+        finer = [[weight.finer(outs) for weight in own] for own in experts]
+        values = torch.stack([torch.cat([weight.values.view(torch.uint8) for weight in own]) for own in experts])
+        scales = torch.stack([torch.cat([weight.scales for weight in own]) for own in finer])
+        return cls(values.view(FP8), scales, outs, experts[0][0].ins)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[experts, out, in]."""
+        return self.values.shape
+
+    def of_experts(self, ids: Tensor) -> ScaledStack:
+        """Return the matrices of these experts, int64 [any number]."""
+        values = self.values.view(torch.uint8)[ids].view(FP8)
+        return ScaledStack(values, self.scales[ids], self.outs, self.ins)
+
+    def expanded(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [experts, out, in], rounded to a dtype once."""
+        if self.shape[1] % self.outs:
+            return expand_reference(self, dtype)
+        flat = ScaledWeight(self.values.flatten(0, 1), self.scales.flatten(0, 1), self.outs, self.ins)
+        return flat.expanded(dtype).view(self.shape)
+
+
 def shared_outs(weights: Sequence[ScaledWeight]) -> int:
     """Return how many outputs may share a scale once the rows of these weights follow one another."""
     return gcd(*(weight.outs for weight in weights), *(len(weight.values) for weight in weights[:-1]))
@@ -93,10 +142,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def expand_reference(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
-    num_out, num_in = weight.shape
-    scales = weight.scales.repeat_interleave(weight.outs, 0)[:num_out]
-    return (weight.values.float() * scales.repeat_interleave(weight.ins, 1)[:, :num_in]).to(dtype)
+def expand_reference(weight: ScaledWeight | ScaledStack, dtype: torch.dtype) -> Tensor:
+    num_out, num_in = weight.shape[-2:]
+    scales = weight.scales.repeat_interleave(weight.outs, -2)[..., :num_out, :]
+    return (weight.values.float() * scales.repeat_interleave(weight.ins, -1)[..., :num_in]).to(dtype)
 
 
 def expand_triton(weight: ScaledWeight, dtype: torch.dtype) -> Tensor:
