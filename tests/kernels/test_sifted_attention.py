@@ -125,6 +125,15 @@ def test_a_single_launch_does_what_the_reference_does(
 
 
 @on_gpu
+def test_nothing_is_read_before_a_first_step() -> None:
+    """Spans are zero then, and the pages that would be attended are whatever shared memory held."""
+    case = draw_case([1], 4, 6, 256, 16, torch.bfloat16, spans=[(0, 1, 0)])
+    case.spans.zero_()
+    found = sifted_attention_cuda(*case[:4], *case.new_lists(True, 64), kind=case.kind, scale=case.scale)
+    assert not found.any()
+
+
+@on_gpu
 @pytest.mark.parametrize("shape", [(2, 4, 64, 16), (2, 6, 256, 8), (1, 8, 512, 16), (1, 16, 128, 16)], ids=str)
 def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int, int]) -> None:
     case = draw_case(LENGTHS, *shape, torch.bfloat16, spans=SPANS)

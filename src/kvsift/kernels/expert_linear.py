@@ -35,7 +35,9 @@ def expert_linear(x: Tensor, weight: Tensor | ScaledStack, experts: Tensor, bias
     return run(x, weight, experts, bias)
 
 
-def expert_linear_reference(x: Tensor, weight: Tensor | ScaledStack, experts: Tensor, bias: Tensor | None = None) -> Tensor:
+def expert_linear_reference(
+    x: Tensor, weight: Tensor | ScaledStack, experts: Tensor, bias: Tensor | None = None
+) -> Tensor:
     rows = x.repeat_interleave(len(experts) // len(x), 0).unsqueeze(2)
     if isinstance(weight, ScaledStack):
         y = torch.bmm(weight.of_experts(experts).expanded(torch.float32), rows.float()).to(x.dtype)

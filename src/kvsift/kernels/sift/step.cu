@@ -77,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
 
     int length = a.lengths[batch];
     int last = length - (held - 1) * PAGE;  // tokens of the last page
-    int units = (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT;
+    // before a first step spans are zero
+    int units = listed > 0 ? (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT : 0;
     items = place < units ? (units - place + step - 1) / step : 0;
     Attender attender{a, s, ring, head, length, place, step, lane};
     Softmax softmax;
