@@ -311,9 +311,10 @@ class ConstrainedChooser:
             logits[biased] += bias
 
     def _note(self, token: int, position: int) -> None:
-        tokens = self._state[1]
-        if position < tokens.shape[1]:
-            tokens[0, position] = token
+        if self._settings is not None or self.sampling.changes_logits:  # else nobody asks for tokens
+            tokens = self._state[1]
+            if position < tokens.shape[1]:
+                tokens[0, position] = token
         if self._grammar is not None:
             self._grammar.crop(position - len(self._prompt))
             self._grammar.append(token)

@@ -157,17 +157,17 @@ class GrammarState:
     def bits(self, vocabulary: int) -> Tensor:
         """Return a bit for each token, 1 if it may come next; int32 [ceil(vocabulary / 32)], the first token's bit is
         the least."""
-        bits = torch.zeros(-(-vocabulary // 32), dtype=torch.int32)
+        bits = np.zeros(-(-vocabulary // 32), np.int32)
         if self.is_complete and not self._ends:
-            return ~bits  # the answer has ended; this is a draft
-        may = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)[: len(bits)]
+            return torch.from_numpy(~bits)  # the answer has ended; this is a draft
+        may = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(bits)]
         self._check()
         bits[: len(may)] = may
-        ends = bits.numpy().view(np.uint8)
+        ends = bits.view(np.uint8)
         for token in self._ends:  # some may come as text too, such as the end of a line
             ends[token // 8] &= 0xFF ^ 1 << token % 8
             ends[token // 8] |= self._matcher.is_accepting() << token % 8
-        return bits
+        return torch.from_numpy(bits)
 
     def takes(self, token: int) -> bool:
         """Return whether a token may come next."""
