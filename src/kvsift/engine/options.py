@@ -129,8 +129,8 @@ class GenerateOptions:
     @property
     def changes_logits(self) -> bool:
         """Whether a grammar, penalties or a bias change the logits of a prompt."""
-        samplings = self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]
-        return self.grammar is not None or any(each is not None and each.changes_logits for each in samplings)
+        samplings = [self.sampling] if isinstance(self.sampling, Sampling) else self.sampling or ()
+        return self.grammar is not None or any(each.changes_logits for each in samplings)
 
     def split(self, num_prompts: int) -> list[GenerateOptions]:
         """The options of each prompt.

@@ -50,12 +50,13 @@ from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
 from kvsift.models.fused_step import MODEL_TYPES
+from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
-from kvsift.models.hf.quantized_checkpoint import QuantizedCheckpoint
+from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, QuantizedCheckpoint
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
@@ -186,9 +187,10 @@ class ModelDirectory:
                 f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
                 "it out."
             )
-        if self.config.model_type not in MODEL_TYPES:
+        types = MODEL_TYPES + (EXPERT_TYPES if quantize in ("fp8", "fp8_head") else ())
+        if self.config.model_type not in types:
             raise UnsupportedModel(
-                f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
+                f"quantize={quantize!r} takes models of the types {', '.join(types)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
             )
         heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
@@ -373,6 +375,8 @@ class ModelDirectory:
             )
         if self.quantize is not None:
             round_linears(model, device, dtype, self.quantize)
+        if self.precision is not None and self.config.model_type in EXPERT_TYPES:
+            take_experts(model)
         for path, module in model.named_modules():
             if path.endswith("embed_tokens_per_layer") and module.num_embeddings < self.config.vocab_size:
                 module.register_forward_pre_hook(_known_tokens)
