@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.utils import logging as transformers_logging
 
 from kvsift.checkpoint import weight_files
@@ -57,6 +57,7 @@ from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, QuantizedCheckpoint
+from kvsift.models.hf.state_snapshot import linear_bytes
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
@@ -263,6 +264,25 @@ class ModelDirectory:
         """Return the size of what layers with a sliding window keep of a sequence."""
         windows = ((layer.size, layer.window) for layer in self.kv_layers if layer.window is not None)
         return sum(size * min(window, num_tokens) for size, window in windows) * dtype.itemsize
+
+    @cached_property
+    def linear_bytes(self) -> int:
+        """Size of the states of a sequence in linear-attention, Mamba and convolution layers, as a model without memory
+        has them; 0 without any."""
+        cache, verbosity = DynamicCache(config=self.config), transformers_logging.get_verbosity()
+        if not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+            return 0
+        config = copy(self.config)
+        vars(config).pop("quantization_config", None)
+        transformers_logging.set_verbosity_error()  # kernels that are not installed are of no interest here
+        try:
+            with torch.device("meta"), torch.inference_mode():
+                tokens = torch.zeros(1, 2, dtype=torch.int64)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                model(input_ids=tokens, position_ids=tokens, past_key_values=cache, use_cache=True)
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        return linear_bytes(cache.layers)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.
