@@ -280,6 +280,8 @@ class ModelDirectory:
                 tokens = torch.zeros(1, 2, dtype=torch.int64)
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
                 model(input_ids=tokens, position_ids=tokens, past_key_values=cache, use_cache=True)
+        except Exception as error:  # whatever a model's code raises without memory
+            log.warning("%s: the states of its linear layers are not counted: %s", self.path, one_line(error))
         finally:
             transformers_logging.set_verbosity(verbosity)
         return linear_bytes(cache.layers)
