@@ -25,6 +25,9 @@ from kvsift.engine.memory import (
     summary_share,
 )
 from kvsift.models.hf.model_directory import LayerKV, ModelDirectory
+from kvsift.plan.placement import Placement
+from kvsift.plan.syntax import parse_plan
+from kvsift.stores.reader import DECODED_TOKENS
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
 MEASURE = """
@@ -38,6 +41,20 @@ before = peak_bytes(llm.device)
 answer = llm.generate(text, max_new_tokens=2)
 foretold = predict_bytes(llm.directory, llm.device, llm.dtype, answer.prompt_tokens + 2, 512)
 print(json.dumps([before, answer.peak_memory_bytes, foretold]))
+"""
+
+
+# Reads a text under path argv[2] and prints the peak, and what was foretold.
+MEASURE_OF_STATES = """
+import ctypes, sys, torch
+from kvsift import LLM
+from kvsift.engine.memory import predict_bytes
+ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: else glibc keeps nearly as much of what was freed
+torch.set_num_threads(1)
+llm = LLM(sys.argv[1], "dense", dtype="float32", chunk_size=64, path=sys.argv[2])
+answer = llm.generate("ab cd ef. " * 40, max_new_tokens=8)
+given = llm.directory, llm.device, llm.dtype, answer.prompt_tokens + 8, 64
+print(answer.peak_memory_bytes, predict_bytes(*given, captured=answer.path == "eager"))
 """
 
 
@@ -124,6 +141,14 @@ def test_foretold_memory_grows_with_the_context_by_its_keys_values_and_summaries
     assert long - short == pytest.approx(directory.kv_bytes_per_token(dtype) * 16_000 * 1.075, abs=1)
 
 
+def test_sparse_prefill_of_8_bits_decodes_all_of_a_layer_at_once(tmp_path: Path) -> None:
+    """Half a GB after 128K tokens of 8 KV heads of 128 channels; dense attention decodes 16K tokens at a time."""
+    directory = ModelDirectory.check(write_model(tmp_path, num_attention_heads=8, num_key_value_heads=8, head_dim=128))
+    given = directory, torch.device("cuda"), torch.bfloat16, 1 << 17, 8192, Placement("device", kv_dtype="int8")
+    dense, sparse = (predict_bytes(*given, parse_plan(plan)) for plan in ("quest", "prefill=quoka,decode=quest"))
+    assert sparse - dense == ((1 << 17) - DECODED_TOKENS) * 2 * 8 * 128 * 2
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("method", ["sketch", "quest"])
 def test_summaries_are_no_larger_than_is_foretold(method: str, kv_dtype: str, tmp_path: Path) -> None:
@@ -207,3 +232,18 @@ def test_the_foretold_peak_is_about_the_real_one(tmp_path: Path, dtype: str) -> 
     growth, foretold_growth = peak - before, foretold - RUNTIME_BYTES
     assert foretold_growth > 0.1 * GIB  # or this would measure the interpreter
     assert 0.5 < foretold_growth / growth < 2
+
+
+@pytest.mark.parametrize("path", ["auto", "eager"])
+def test_states_of_linear_layers_are_foretold(path: str, tmp_path: Path) -> None:
+    """Eleven of 8.4 MB in float32: in the cache, in snapshots, and four times in the slots of captured steps."""
+    layers = {"num_hidden_layers": 12, "layer_types": ["linear_attention"] * 11 + ["full_attention"]}
+    dims = {"linear_num_key_heads": 2, "linear_key_head_dim": 256, "linear_value_head_dim": 256}
+    found = list[list[int]]()
+    for heads in (2, 32):
+        directory = write_model(tmp_path / str(heads), "Qwen3_5", **layers, **dims, linear_num_value_heads=heads)
+        state = ModelDirectory.check(directory).linear_bytes
+        assert state == pytest.approx(11 * heads * 256 * 256 * 4, rel=0.05)  # and convolutions
+        found.append([*map(int, stories.run(MEASURE_OF_STATES, str(directory), path).stdout.split())])
+    peak, foretold = (large - small for small, large in zip(*found))
+    assert 0.6 < foretold / peak < 1.4, (found, state)

@@ -24,7 +24,7 @@ from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.projection import Projection
 from kvsift.models.quantized import round_linears
-from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
+from kvsift.models.scaled_linear import Int4Linear, ScaledExperts, ScaledLinear
 
 CPU = torch.device("cpu")
 QUEST = "quest:budget=128:window=16:dense_layers=0"
@@ -33,6 +33,14 @@ COVERING = "quest:budget=4096:window=16:dense_layers=0"
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "num_attention_heads": 8}
 ROUNDING = 0.5  # of the logits: this model makes 0.2 of bfloat16's, and logits of another prompt are 1.4 away
 FEW = 32  # tokens of a prompt that are multiplied in 16 bits
+PREFIX = "model.layers.2."
+EXPERT_SIZES = {"hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 160}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {},
+    "Mixtral": {},
+    "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Glm4Moe": {"n_routed_experts": 4, "num_local_experts": 4, "n_shared_experts": 1},
+}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -85,6 +93,68 @@ def test_steps_multiply_weights_that_stay(
     assert found[0].path == "eager"
 
 
+def stays_and_expanded(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[LLM]:
+    """A model whose experts stay in 8 bits, and the same one expanded."""
+    models = []
+    for stays in (True, False):
+        stay_everywhere(monkeypatch, stays)
+        llm = LLM(directory, QUEST, device="cpu", dtype="float32", path="eager", **options)
+        kept = [module for module in llm.model.modules() if isinstance(module, ScaledExperts)]
+        assert len(kept) == (2 * (3 - ("Glm4" in type(llm.model).__name__)) if stays else 0)
+        models.append(llm)
+    return models
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_steps_multiply_experts_that_stay(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS[family])
+    plain = LLM(directory, QUEST, device="cpu", dtype="float32", path="eager")
+    prompts, how = [text_of(600), text_of(200)], {"max_new_tokens": 12}
+    stays, expanded = ([llm.generate(prompt, **how) for prompt in prompts] + llm.generate(prompts, **how)
+                       for llm in stays_and_expanded(directory, monkeypatch, quantize="fp8"))  # fmt: skip
+    assert [answer.token_ids for answer in stays] == [answer.token_ids for answer in expanded]
+    assert [answer.path for answer in stays] == ["eager"] * 4
+    assert [answer.token_ids for answer in plain.generate(prompts, **how)] != [each.token_ids for each in stays[2:]]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("name", FP8_FORMATS)
+def test_experts_of_a_checkpoint_are_read_as_they_lie(
+    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS[family])
+    exact = write_quantized(tmp_path, name)
+    models, ids = stays_and_expanded(tmp_path, monkeypatch), torch.tensor([list(range(3, 63))])
+    with torch.inference_mode():
+        stays, expanded = (llm.model(ids).logits for llm in models)
+    torch.testing.assert_close(stays, expanded, rtol=1e-4, atol=1e-4)
+    layer = models[1].model.model.layers[-1].mlp.experts
+    prefix, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if family in ("Mixtral", "MiniMaxM2"):
+        prefix, names = "block_sparse_moe", ("w1", "w3", "w2")
+    for expert in range(4):
+        gate, up, down = (exact[f"{PREFIX}{prefix}.experts.{expert}.{part}.weight"] for part in names)
+        torch.testing.assert_close(layer.gate_up_proj[expert], torch.cat([gate, up]))
+        torch.testing.assert_close(layer.down_proj[expert], down)
+
+
+def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
+    def drop(config: dict[str, Any], stored: dict[str, Tensor]) -> None:
+        for part in ("weight", "weight_scale"):
+            del stored[f"{PREFIX}mlp.experts.2.up_proj.{part}"]
+
+    write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "fp8-channel", drop)
+    with refused("damaged_file: the experts of model.layers.2.mlp.experts.gate_up_proj in"):
+        LLM(tmp_path, "dense", device="cpu").load()
+
+
+def test_integers_of_experts_are_left_to_transformers(tmp_path: Path) -> None:
+    write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "int4-channel")
+    assert ModelDirectory.check(tmp_path).is_quantised
+    with refused("unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, and"):
+        LLM(write_model(tmp_path / "plain", "Qwen3Moe", **EXPERT_SIZES), "dense", quantize="int4")
+
+
 @pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 @pytest.mark.parametrize("name", ["quantize=int4", "quantize=int8", "awq", "int8-channel"])
 def test_answers_with_packed_weights_are_the_same_alone_together_and_exact(name: str, tmp_path: Path) -> None:
@@ -135,16 +205,21 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
 
 
 def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, and .* of phi3"):
+    with pytest.raises(
+        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, glm4_moe, .* of phi3"
+    ):
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "fp8_head", "int4"])
+@pytest.mark.parametrize(
+    ("family", "quantize"), [("Llama", "fp8"), ("Llama", "fp8_head"), ("Llama", "int4"), ("Qwen3Moe", "fp8")]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_counted_as_they_stay(
-    tied: bool, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: bool, family: str, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = ModelDirectory.check(write_model(tmp_path, tie_word_embeddings=tied, **SIZES)).quantized(quantize)
+    sizes = {**SIZES, "tie_word_embeddings": tied, "moe_intermediate_size": 96}
+    directory = ModelDirectory.check(write_model(tmp_path, family, **sizes)).quantized(quantize)
     for stays in (False, True):
         stay_everywhere(monkeypatch, stays)
         model = directory.load(CPU, torch.bfloat16)
@@ -159,9 +234,17 @@ def open_on_gpu(directory: Path, plan: str = QUEST, dtype: str = "bfloat16", **o
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", ["quantize=fp8", "quantize=int4", *FP8_FORMATS, *INT4_FORMATS])
-def test_captured_steps_are_as_near_to_float32_as_the_composed_path(name: str, tmp_path: Path) -> None:
-    file = write_model(tmp_path, **SIZES) / "model.safetensors"
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("Llama", name) for name in ("quantize=fp8", "quantize=int4", *FP8_FORMATS, *INT4_FORMATS)),
+        *(("Qwen3Moe", name) for name in ("quantize=fp8", *FP8_FORMATS)),
+        *(("MiniMaxM2", name) for name in ("quantize=fp8", "fp8-transformers")),
+    ],
+)
+def test_captured_steps_are_as_near_to_float32_as_the_composed_path(family: str, name: str, tmp_path: Path) -> None:
+    sizes = {**SIZES, "moe_intermediate_size": 384, **EXPERTS.get(family, {})}
+    file = write_model(tmp_path, family, **sizes) / "model.safetensors"
     _, _, quantize = name.partition("=")
     if quantize:  # weights of 32 bits would be rounded to other codes than those of 16
         save_file({key: weight.bfloat16() for key, weight in load_file(file).items()}, file, {"format": "pt"})

@@ -22,6 +22,7 @@ from kvsift.kernels.expert_linear import expert_linear_triton
 from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_attention import page_attention_triton
 from kvsift.kernels.page_summary import SUMMARIES, row_format
+from kvsift.kernels.scaled_weight import FP8, ScaledStack
 from kvsift.kernels.score_pages import score_pages_triton
 from kvsift.kernels.sketch import SketchLayout
 from kvsift.kernels.sketch_append import write_newest_triton
@@ -84,6 +85,10 @@ def launch_of_hybrids() -> None:
         weight, experts = torch.zeros(4, 96, 64, dtype=dtype), torch.zeros(2, dtype=torch.int64)
         expert_linear_triton(torch.zeros(1, 64, dtype=dtype), weight, experts)
         expert_linear_triton(torch.zeros(2, 96, dtype=dtype), weight.mT, experts, torch.zeros(4, 64, dtype=dtype))
+    for outs, ins in ((1, 256), (128, 128)):
+        scales = torch.zeros(4, 256 // outs, 256 // ins)
+        stack = ScaledStack(torch.zeros(4, 256, 256, dtype=FP8), scales, outs, ins)
+        expert_linear_triton(torch.zeros(1, 256, dtype=torch.bfloat16), stack, experts)
 
 
 def launch_over_blocks() -> None:

@@ -78,7 +78,7 @@ def write_quantized(directory: Path, name: str, change: Change | None = None, **
     how |= settings
     stored, exact = dict(tensors), {key: tensor.float() for key, tensor in tensors.items()}
     for key, weight in tensors.items():
-        if key.endswith("_proj.weight"):
+        if key.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             layer = key.removesuffix(".weight")
             parts, exact[key] = (_floats if name in FP8_FORMATS else _whole_numbers)(weight.float(), name, how)
             del stored[key]

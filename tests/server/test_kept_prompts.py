@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.hybrids import write_hybrid
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
@@ -82,6 +83,21 @@ def test_another_engine_goes_on_from_the_file(
     assert answer(second) == expected
     second.loop.close(again)
     assert second.loop.pages.kv.pages.num_used == 0
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "Gemma3"])
+def test_documents_of_hybrids_are_read_again_after_a_restart(family: str, tmp_path: Path) -> None:
+    """Their states belong to the end of the document, and a sequence goes on from the end of a chunk."""
+    model, kept = write_hybrid(tmp_path, family), tmp_path / "doc-1.kvsift"
+    answers = []
+    for _ in range(2):
+        llm = new_llm(model, PLANS[0])
+        seq = reading(llm, kept)
+        assert seq.error is None
+        answers.append(answer(llm))
+        assert answers[-1][1] == len(seq.request.ids) // 64 * 64
+    assert answers[0] == answers[1]
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"chunk_size": 128}, {"plan": PLANS[3]}])

@@ -59,8 +59,9 @@ class LLM(Engine):
         dtype: "auto", "bfloat16", "float16" or "float32".
         quantize: to what linear weights but the head's are rounded when they are loaded (Llama, Mistral, Qwen2, Qwen3):
             "int4" and "int8", whole numbers of 4 and 8 bits in groups of 32 inputs, or "fp8", 8-bit floats with a scale
-            per output, "fp8_head" the head's too. On a CPU int4 and int8 stay so; on a GPU, in 16-bit dtypes, int4, and
-            fp8 from Ada and Hopper on. Elsewhere they are expanded.
+            per output, "fp8_head" the head's too (both also Qwen3-MoE, Mixtral, GLM-4.5 and MiniMax-M2). On a CPU int4
+            and int8 stay so; on a GPU, in 16-bit dtypes, int4, and fp8 from Ada and Hopper on. Elsewhere they are
+            expanded.
         kv_dtype: "int8": keys and values are kept in 8 bits beside the model, in about half the memory of 16 bits;
             "auto": in the dtype of the model.
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.

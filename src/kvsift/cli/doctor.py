@@ -94,9 +94,13 @@ def _machine(device_name: str, dtype_name: str, model: str | None) -> dict[str, 
         "model": {
             "path": str(directory.path),
             "dtype here": str(dtype).removeprefix("torch."),
+            "weights": "of few bits, by transformers' own layers"
+            if directory.is_quantised
+            else directory.precision or "plain",
             "layers": _layers(directory),
             "keys and values": f"{directory.kv_bytes_per_token(dtype):,} bytes per token",
             "windows": f"{directory.window_bytes(dtype, sys.maxsize):,} bytes per sequence",
+            "states": f"{directory.linear_bytes:,} bytes per sequence",
         },
     }
 

@@ -74,8 +74,7 @@ class Engine(ModelRunner):
         """The plan as it runs for a request with these options: captured steps know where they are dense, others are
         told so by ``uncaptured_plan``, whose arguments these are."""
         selects = options.exact or options.passages
-        changed = options.changes_logits and self.device.type == "cuda"
-        leaves_captured = selects or changed or options.logprobs is not None  # as ``Executor`` decides
+        leaves_captured = selects or options.logprobs is not None  # as ``Executor`` decides
         if not leaves_captured and self.reason_uncaptured(plan) is None:
             return plan
         return self.uncaptured_plan(plan, length, is_observed or selects)

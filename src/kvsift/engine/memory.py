@@ -10,6 +10,7 @@ import torch
 
 from kvsift.errors import NotEnoughMemory
 from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.models.hf.slot_states import KEPT_STEPS
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.stores.reader import DECODED_TOKENS
@@ -43,28 +44,44 @@ def peak_bytes(device: torch.device) -> int:
 
 def predict_bytes(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    place: Placement = DEVICE,
+    place: Placement = DEVICE, plan: Plan = DENSE, num_seqs: int = 1, captured: bool = False,
 ) -> int:  # fmt: skip
-    """Return the peak memory of a run over ``num_tokens``: weights, KV, summaries, activations of one chunk."""
+    """Return the peak memory of a run over ``num_tokens`` of all sequences: weights, KV, summaries, states of layers
+    without pages, activations of one chunk."""
     config = directory.config
-    weights = directory.weight_bytes(device, dtype)
-    kv, windows = kv_bytes(directory, dtype, num_tokens, place), directory.window_bytes(dtype, num_tokens)
+    weights, kv = directory.weight_bytes(device, dtype), kv_bytes(directory, dtype, num_tokens, place)
+    states = other_bytes(directory, device, dtype, num_tokens, chunk_size, num_seqs, captured)
     width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     if place.kv_dtype == "int8" and device.type != "cpu":  # as attention of a prompt reads them
         width = max((layer.num_kv_heads * layer.head_dim for layer in directory.full_layers), default=0)
-        activations += min(num_tokens, DECODED_TOKENS) * width * 2 * dtype.itemsize
+        decoded = num_tokens if plan.prefill is not None else min(num_tokens, DECODED_TOKENS)  # all of a sparse segment
+        activations += decoded * width * 2 * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0
-    return int(weights + kv * (1 + summary_share(place)) * (1 + room) + windows + activations + runtime)
+    return int(weights + kv * (1 + summary_share(place)) * (1 + room) + states + activations + runtime)
+
+
+def other_bytes(
+    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
+    num_seqs: int, captured: bool,
+) -> int:  # fmt: skip
+    """Return the size on the device of what layers without pages keep of sequences of ``num_tokens`` in all: in the
+    cache of each, in the slots of captured steps, which are a power of two, and on a CPU in snapshots."""
+    windows, linear = directory.window_bytes(dtype, num_tokens // num_seqs), directory.linear_bytes
+    slots = 1 << (num_seqs - 1).bit_length() if captured else 0
+    # ``PrefixTree.thin``: of a prompt that is being read about one snapshot for each doubling of its length
+    snapshots = (num_tokens // chunk_size // num_seqs).bit_length() if device.type == "cpu" else 0
+    copies = num_seqs * (1 + snapshots)
+    return (windows + linear) * copies + slots * (windows + linear * (1 + KEPT_STEPS))
 
 
 def require_memory(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    place: Placement = DEVICE, plan: Plan = DENSE,
+    place: Placement = DEVICE, plan: Plan = DENSE, num_seqs: int = 1, captured: bool = False,
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit; ``place`` may put most of the KV in host memory, and ``plan`` may evict most of
-    it during prefill.
+    it during prefill. Arguments as for ``predict_bytes``.
 
     Raises:
         InputError: with the memory needed, the memory free, and what would help.
@@ -75,12 +92,14 @@ def require_memory(
     if on_host:
         on_device += place.store.device_tokens(num_tokens, summary_share(place), **dict(place.knobs))
     there = DEVICE if on_host else place
-    need, free = predict_bytes(directory, device, dtype, on_device, chunk_size, there), available_bytes(device)
+    need = predict_bytes(directory, device, dtype, on_device, chunk_size, there, plan, num_seqs, captured)
+    free = available_bytes(device)
     if on_host:
         require_host_memory(directory, dtype, num_tokens, place)
     if free is None or need <= free:
         return
-    kv = kv_bytes(directory, dtype, num_stored, there) + directory.window_bytes(dtype, num_tokens)
+    kv = kv_bytes(directory, dtype, num_stored, there)
+    kv += other_bytes(directory, device, dtype, num_tokens, chunk_size, num_seqs, captured)
     kv_dtype = str(dtype).removeprefix("torch.") if place.kv_dtype == "auto" else place.kv_dtype
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:

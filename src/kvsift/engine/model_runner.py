@@ -181,9 +181,12 @@ class ModelRunner(Uncopied):
         check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
         plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
-            if self.fast_path.enabled:  # all sequences are cached together
-                total = sum(len(ids) + max_new_tokens for ids in prompts)
-            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
+            captured, num_seqs = self.fast_path.enabled, 1
+            if captured:  # all sequences are cached together
+                total, num_seqs = sum(len(ids) + max_new_tokens for ids in prompts), len(prompts)
+            require_memory(
+                self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan, num_seqs, captured
+            )
 
     def request(
         self, ids: Sequence[int], plan: Plan, options: GenerateOptions, streamed: bool = False,

@@ -126,12 +126,6 @@ class GenerateOptions:
         """All texts that end the answer."""
         return tuple(filter(None, (self.stop,) if isinstance(self.stop, str) else self.stop or ()))
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a grammar, penalties or a bias change the logits of a prompt."""
-        samplings = self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]
-        return self.grammar is not None or any(each is not None and each.changes_logits for each in samplings)
-
     def split(self, num_prompts: int) -> list[GenerateOptions]:
         """The options of each prompt.
 

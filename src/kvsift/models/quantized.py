@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from kvsift.errors import UnsupportedModel
 from kvsift.kernels.int4_weight import Int4Weight
-from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8
+from kvsift.kernels.scaled_weight import ScaledStack, ScaledWeight, keeps_fp8
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.models.packed_linear import PackedEmbedding, PackedExperts, PackedLinear, PackedStack, can_stay_packed
-from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
+from kvsift.models.scaled_linear import Int4Linear, ScaledExperts, ScaledLinear
 from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
 
 QUANTIZE = "fp8", "fp8_head", "int8", "int4"  # what plain weights can be rounded to
 GROUP, LEAST_SCALE = 32, 2.0**-24  # inputs of a group, as measured; the smallest float16 above 0
 ROUNDED_AT_ONCE = 1 << 18  # numbers: larger temporary arrays leave holes in the process's memory
-Held = ScaledWeight | Int4Weight | PackedMatrix | PackedStack
+Held = ScaledWeight | ScaledStack | Int4Weight | PackedMatrix | PackedStack
+EXPERTS = "gate_up_proj", "up_proj", "down_proj"  # parameters of transformers' modules of experts
 
 
 def _keeps_int4(device: torch.device, dtype: torch.dtype) -> bool:
@@ -144,6 +145,14 @@ def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
         gate_up, down = (by_id.get(id(module._parameters.get(each))) for each in ("gate_up_proj", "down_proj"))
         if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
             model.set_submodule(name, PackedExperts(gate_up, down, module.gate_up_proj.dtype))
+        elif isinstance(gate_up, ScaledStack) and isinstance(down, ScaledStack):
+            _put_experts(module, {"gate_up_proj": gate_up, "down_proj": down})
+
+
+def _put_experts(experts: nn.Module, weights: Mapping[str, ScaledStack]) -> None:
+    for name, weight in weights.items():
+        del experts._parameters[name]
+        setattr(experts, name, ScaledExperts(weight))
 
 
 def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:
@@ -159,11 +168,14 @@ def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:
 
 
 def round_linears(model: Any, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
-    """Round the weights of all linear layers of a transformers model to one of ``QUANTIZE``, one by one on the device;
-    an embedding that has been tied to the head stays. Where they cannot stay so, they are expanded again."""
+    """Round the weights of all linear layers of a transformers model to one of ``QUANTIZE``, one by one on the device,
+    and those of experts to fp8; an embedding that has been tied to the head stays. Where they cannot stay so, they are
+    expanded again."""
     name = quantize.removesuffix("_head")
     kept, stays = None if quantize != name else model.get_output_embeddings(), FORMATS[name].stays(device, dtype)
     for path, module in list(model.named_modules()):
+        if name == "fp8" and hasattr(module, "has_gate"):
+            _round_experts(module, device, dtype, stays)
         if not isinstance(module, nn.Linear) or module is kept:
             continue
         plain, held = module.weight.detach().to(device), None
@@ -177,3 +189,17 @@ def round_linears(model: Any, device: torch.device, dtype: torch.dtype, quantize
     if stays and device.type == "cpu":
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()  # no view of the file, which would keep all of it in memory
+
+
+def _round_experts(experts: Any, device: torch.device, dtype: torch.dtype, stays: bool) -> None:
+    """Round the experts of a layer to 8-bit floats, with a scale per output."""
+    for name in EXPERTS:
+        if (parameter := experts._parameters.get(name)) is None:
+            continue
+        plain = parameter.detach().to(device)
+        weight = ScaledStack.of((plain.mT if experts.is_transposed else plain).contiguous())
+        if stays:
+            _put_experts(experts, {name: weight})
+        else:
+            expanded = weight.expanded(dtype)
+            parameter.data = (expanded.mT if experts.is_transposed else expanded).contiguous()

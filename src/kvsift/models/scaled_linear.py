@@ -1,4 +1,5 @@
-"""Linear layers whose weights stay in 8-bit floats or in 4 bits on a GPU, in the places of ``nn.Linear``."""
+"""Linear layers whose weights stay in 8-bit floats or in 4 bits on a GPU, in the places of ``nn.Linear``, and experts
+in 8-bit floats."""
 
 from __future__ import annotations
 
@@ -9,10 +10,26 @@ from torch import Tensor, nn
 
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.linear import linear
-from kvsift.kernels.scaled_weight import FP8, ScaledWeight
+from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight
 
 
-class _WeightLinear(nn.Module):
+class _WithScales(nn.Module):
+    """A module whose scales stay in their dtype."""
+
+    scales: Tensor
+
+    def __init__(self, scales: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scales", scales)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.scales = scales.to(self.scales.device)  # in their dtype, whatever the model is cast to
+        return self
+
+
+class _WeightLinear(_WithScales):
     """A linear layer for inference, whose weight lies in buffers.
 
     Args:
@@ -20,20 +37,12 @@ class _WeightLinear(nn.Module):
         bias: [out], or None.
     """
 
-    scales: Tensor
     weight: Any
 
     def __init__(self, weight: ScaledWeight | Int4Weight, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.register_buffer("scales", weight.scales)
+        super().__init__(weight.scales)
         self.ins, self.bias = weight.ins, bias
         self.out_features, self.in_features = weight.shape
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        scales = self.scales
-        super()._apply(fn, recurse)
-        self.scales = scales.to(self.scales.device)  # in their dtype, whatever the model is cast to
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -85,3 +94,25 @@ class Int4Linear(_WeightLinear):
     def weight(self) -> Int4Weight:
         """The weight, which shares the memory of the buffers."""
         return Int4Weight(self.codes, self.scales, self.zeros, self.ins)
+
+
+class ScaledExperts(_WithScales):
+    """Weights of experts in 8-bit floats, in the place of a parameter of transformers' modules of experts; their
+    products are ``models.hf.experts``.
+
+    Attributes:
+        values: uint8 [experts, out, in], see ``ScaledLinear``.
+        scales, outs, ins: see ``ScaledStack``.
+    """
+
+    values: Tensor
+
+    def __init__(self, weight: ScaledStack) -> None:
+        super().__init__(weight.scales)
+        self.register_buffer("values", weight.values.view(torch.uint8))
+        self.outs, self.ins = weight.outs, weight.ins
+
+    @property
+    def weight(self) -> ScaledStack:
+        """The weights, which share the memory of the buffers."""
+        return ScaledStack(self.values.view(FP8), self.scales, self.outs, self.ins)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from kvsift.kernels.expert_linear import expert_linear
+from kvsift.models.scaled_linear import ScaledExperts
 
 NAME, REPLACED = "kvsift", "grouped_mm"
 MOST_PAIRS = 512  # of a row and an expert: with more, an expert has many rows, and is better read once for them
 
 
 def take_experts(model: Any) -> None:
-    """Let the experts of a model run by ``experts_forward``, if they can and no other way was asked for."""
-    if model.config._experts_implementation == REPLACED and not getattr(model, "is_quantized", False):
+    """Let the experts of a model run by ``experts_forward``, if they can and no other way was asked for, or none other
+    multiplies their 8-bit floats."""
+    can = model.config._experts_implementation == REPLACED and not getattr(model, "is_quantized", False)
+    if can or any(isinstance(module, ScaledExperts) for module in model.modules()):
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
         model.set_experts_implementation(NAME)
 
@@ -26,7 +30,8 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     experts: Any = module
     parallel = getattr(experts, "_is_expert_parallel", False)  # transformers 5.17 has no such attribute
     if top_k_index.numel() > MOST_PAIRS or parallel:
-        output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        expanded: Any = Expanded(module, hidden_states.dtype)
+        output: Tensor = grouped_mm_experts_forward(expanded, hidden_states, top_k_index, top_k_weights)
         return output
     name, ids = "gate_up_proj" if experts.has_gate else "up_proj", top_k_index.flatten()
     x = _product(experts, name, hidden_states, ids)  # [rows * top_k, inter, or twice that]
@@ -38,7 +43,23 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     return x.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
 
 
+class Expanded:
+    """A module of experts whose 8-bit floats are expanded when they are read: for many rows they are read once."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._experts, name)
+        if not isinstance(found, ScaledExperts):
+            return found
+        weight = found.weight.expanded(self._dtype)
+        return weight.mT if self._experts.is_transposed else weight
+
+
 def _product(experts: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    if isinstance(weight, ScaledExperts):
+        return expert_linear(x, weight.weight, ids, bias)
     return expert_linear(x, weight.mT if experts.is_transposed else weight, ids, bias)

@@ -62,7 +62,9 @@ class KnownNumbers(TorchFunctionMode):
         self._made: dict[Any, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, given = kwargs or {}, args[0] if args else None
+        kwargs = kwargs or {}
+        given: Any = args[0] if args else None
+        kind: Any
         if func == torch.tensor and isinstance(given, Number):
             number, kind = given, type(given)
         elif func == Tensor.to and given.device.type == "cpu" and given.numel() == 1 and _leaves_cpu(args, kwargs):

@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.utils import logging as transformers_logging
 
 from kvsift.checkpoint import weight_files
@@ -50,12 +50,14 @@ from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
 from kvsift.models.fused_step import MODEL_TYPES
+from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
-from kvsift.models.hf.quantized_checkpoint import QuantizedCheckpoint
+from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, QuantizedCheckpoint
+from kvsift.models.hf.state_snapshot import linear_bytes
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
@@ -186,9 +188,10 @@ class ModelDirectory:
                 f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
                 "it out."
             )
-        if self.config.model_type not in MODEL_TYPES:
+        types = MODEL_TYPES + (EXPERT_TYPES if quantize in ("fp8", "fp8_head") else ())
+        if self.config.model_type not in types:
             raise UnsupportedModel(
-                f"quantize={quantize!r} takes models of the types {', '.join(MODEL_TYPES)}, and {self.name} is of "
+                f"quantize={quantize!r} takes models of the types {', '.join(types)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
             )
         heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
@@ -261,6 +264,27 @@ class ModelDirectory:
         """Return the size of what layers with a sliding window keep of a sequence."""
         windows = ((layer.size, layer.window) for layer in self.kv_layers if layer.window is not None)
         return sum(size * min(window, num_tokens) for size, window in windows) * dtype.itemsize
+
+    @cached_property
+    def linear_bytes(self) -> int:
+        """Size of the states of a sequence in linear-attention, Mamba and convolution layers, as a model without memory
+        has them; 0 without any."""
+        cache, verbosity = DynamicCache(config=self.config), transformers_logging.get_verbosity()
+        if not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+            return 0
+        config = copy(self.config)
+        vars(config).pop("quantization_config", None)
+        transformers_logging.set_verbosity_error()  # kernels that are not installed are of no interest here
+        try:
+            with torch.device("meta"), torch.inference_mode():
+                tokens = torch.zeros(1, 2, dtype=torch.int64)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                model(input_ids=tokens, position_ids=tokens, past_key_values=cache, use_cache=True)
+        except Exception as error:  # whatever a model's code raises without memory
+            log.warning("%s: the states of its linear layers are not counted: %s", self.path, one_line(error))
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        return linear_bytes(cache.layers)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.
@@ -373,6 +397,8 @@ class ModelDirectory:
             )
         if self.quantize is not None:
             round_linears(model, device, dtype, self.quantize)
+        if self.precision is not None and self.config.model_type in EXPERT_TYPES:
+            take_experts(model)
         for path, module in model.named_modules():
             if path.endswith("embed_tokens_per_layer") and module.num_embeddings < self.config.vocab_size:
                 module.register_forward_pre_hook(_known_tokens)

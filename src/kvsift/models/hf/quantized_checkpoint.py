@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,13 +15,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvsift.errors import DamagedFile, WrongFile
-from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.kernels.scaled_weight import ScaledStack, ScaledWeight
 from kvsift.models.fused_step import MODEL_TYPES
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_formats import Block, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held
 
 log = logging.getLogger("kvsift")
+EXPERT_TYPES = "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe"  # with experts, which are read in 8-bit floats
+EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
+PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 UNUSED = "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "weight_shape"
 
 
@@ -48,8 +52,9 @@ class QuantizedCheckpoint:
             InputError: if configuration and files contradict each other.
         """
         given = getattr(config, "quantization_config", None)
-        stored = None if given is None or config.model_type not in MODEL_TYPES else StoredFormat.of(given, config_file)
-        if stored is None:
+        types = (*MODEL_TYPES, *EXPERT_TYPES)
+        stored = None if given is None or config.model_type not in types else StoredFormat.of(given, config_file)
+        if stored is None or (config.model_type in EXPERT_TYPES and stored.name != "fp8"):
             return None
         names = stored.names
         if any(file.suffix != ".safetensors" for file in files):
@@ -115,12 +120,55 @@ class QuantizedCheckpoint:
                 found[name] = LateWeight(
                     self._opened[file].get_slice(name).get_shape(), dtype, partial(self._plain, name)
                 )
+        experts = self._experts()
+        of_experts = {layer for own in experts.values() for layers in own for layer in layers}
+        for name, own in experts.items():
+            sizes = len(own), sum(self.shapes[layer][0] for layer in own[0]), self.shapes[own[0][0]][1]
+            stack = self._stack(own, device) if stays else None
+            found[name] = LateWeight(sizes, dtype, partial(self._expanded_experts, own, dtype), stack)
         for layer, shape in self.shapes.items():
+            if layer in of_experts:
+                continue
             held = self.held(layer, device, dtype) if stays else None
             if stays and held is None:
                 log.warning("%s is expanded: float16 does not hold its scales", layer)
             found[f"{layer}.weight"] = LateWeight(shape, dtype, partial(self.expanded, layer, dtype), held)
         return found
+
+    def _experts(self) -> dict[str, list[list[str]]]:
+        """Return the layers of each expert that one parameter of transformers has, by the name of that.
+
+        Raises:
+            InputError: if an expert lacks one, or theirs are not alike.
+        """
+        parts = {part: (name, place) for name, ways in PARTS.items() for way in ways for place, part in enumerate(way)}
+        places: dict[str, dict[tuple[int, int], str]] = {}
+        for layer in self.shapes:
+            if (match := EXPERT.fullmatch(layer)) is not None:
+                name, place = parts[match[3]]
+                places.setdefault(f"{match[1]}.mlp.experts.{name}", {})[int(match[2]), place] = layer
+        found = {}
+        for name, own in places.items():
+            numbers, parts_of_one = 1 + max(number for number, _ in own), len(PARTS[name.rpartition(".")[2]][0])
+            layers = [[own.get((number, place), "") for place in range(parts_of_one)] for number in range(numbers)]
+            is_whole = all(map(all, layers))
+            outs = {tuple(self.shapes[layer][0] for layer in row) for row in layers if is_whole}
+            ins = {(self.shapes[layer][1], self.blocks[layer][1]) for row in layers for layer in row if is_whole}
+            if len(outs) != 1 or len(ins) != 1:
+                raise DamagedFile(f"the experts of {name} in {self.files[0].parent} are not all there, or not alike.")
+            found[name] = layers
+        return found
+
+    def _stack(self, experts: Sequence[Sequence[str]], device: torch.device) -> ScaledStack:
+        return ScaledStack.joined([[self._scaled(layer, device) for layer in own] for own in experts])
+
+    def _scaled(self, layer: str, device: torch.device) -> ScaledWeight:
+        weight = self._read(layer, device)
+        assert isinstance(weight, ScaledWeight), "other weights of experts are not read"
+        return weight
+
+    def _expanded_experts(self, experts: Sequence[Sequence[str]], dtype: torch.dtype) -> Tensor:
+        return torch.stack([torch.cat([self.expanded(layer, dtype) for layer in own]) for own in experts])
 
     def close(self) -> None:
         """Let go of the files, whose pages would count as memory of the process; they are opened again when needed."""

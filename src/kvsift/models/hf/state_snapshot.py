@@ -69,6 +69,12 @@ def state_names(layer: Any) -> set[str]:
     return set() if type(layer) is DummyLayer else {*vars(layer)}
 
 
+def linear_bytes(layers: Sequence[Any]) -> int:
+    """Return the size of the states of a cache's linear layers."""
+    linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    return sum(_num_bytes({name: getattr(layer, name) for name in LINEAR}) for layer in linear)
+
+
 def _copied(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, copy=True, memory_format=torch.contiguous_format)
