@@ -90,7 +90,10 @@ class SketchHead {
 
   // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
   static constexpr std::int64_t kBlocksPerTask = 2;
-  std::int64_t num_tasks() const { return (num_blocks_ + kBlocksPerTask - 1) / kBlocksPerTask; }
+  static std::int64_t num_tasks(std::int64_t num_pages, const SketchFormat& format) {
+    const std::int64_t pages = kBlocksPerTask * (kSketchTokens / format.page_size);
+    return (num_pages + pages - 1) / pages;
+  }
   void weigh_some(std::int64_t task) {
     for (std::int64_t i = task * kBlocksPerTask; i < std::min((task + 1) * kBlocksPerTask, num_blocks_); ++i) weigh(i);
   }
@@ -278,25 +281,25 @@ class SketchHead {
   TopOfMany best_;
 };
 
-// Nothing depends on the number of threads: with fewer threads than heads, each takes a head from start to end, whose rows
-// and weights then stay in its cache; else all threads take blocks.
+// Chooses for one KV head, in memory that its thread keeps: its rows and weights stay in the thread's cache.
+inline void choose_of_head(const SketchCall& call, const Slots& slots, int kv_head, bool rest) {
+  thread_local SketchHead head;
+  head.start(call, slots, kv_head);
+  for (std::int64_t task = 0; task < SketchHead::num_tasks(slots.count, call.rows.format); ++task) head.weigh_some(task);
+  head.choose();
+  if (rest) head.estimate_rest();
+}
+
+// Nothing depends on the number of threads: with no more threads than heads, each takes whole heads; else all take blocks.
 inline void choose_sketched(const SketchCall& call, int threads) {
   const int num_heads = call.rows.num_kv_heads;
   std::vector<std::int64_t> ids;
   const Slots slots = call.rows.table.range(0, call.rows.num_pages(), ids);
-  if (threads <= num_heads) {
-    parallel_for(num_heads, threads, [&](std::int64_t h, int) {
-      thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
-      head.start(call, slots, int(h));
-      for (std::int64_t task = 0; task < head.num_tasks(); ++task) head.weigh_some(task);
-      head.choose();
-      head.estimate_rest();
-    });
-    return;
-  }
+  if (threads <= num_heads)
+    return parallel_for(num_heads, threads, [&](std::int64_t h, int) { choose_of_head(call, slots, int(h), true); });
   std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
   for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
-  const std::int64_t num_tasks = heads[0].num_tasks();
+  const std::int64_t num_tasks = SketchHead::num_tasks(slots.count, call.rows.format);
   parallel_for(num_heads * num_tasks, threads,
                [&](std::int64_t task, int) { heads[std::size_t(task / num_tasks)].weigh_some(task % num_tasks); });
   parallel_for(num_heads, threads, [&](std::int64_t h, int) {

@@ -149,8 +149,15 @@ class StepSequence {
   bool selects() const { return sequence.selects && sequence.rule.num_candidates > 0; }  // or there are only spans
   bool by_sketches() const { return selects() && sequence.rule.by_sketches; }
   bool by_extremes() const { return selects() && !sequence.rule.by_sketches; }
-  bool ranks(std::size_t layer) const { return !is_dense(layer) && (sequence.rule.num_units > 0 || sequence.rule.rest); }
+  bool ranks(std::size_t layer) const { return !is_dense(layer) && selects() && (sequence.rule.num_units > 0 || sequence.rule.rest); }
   bool estimates(std::size_t layer) const { return !is_dense(layer) && by_sketches() && sequence.rule.rest; }
+  // Parts that the ranking of a KV head has. With no more threads than heads it is not cut: what a thread has written and
+  // another reads, or writes for the next layer, moves between their caches.
+  std::int64_t num_parts(const Decoder& decoder, int threads) const {
+    if (threads <= decoder.num_kv_heads) return 1;
+    if (by_sketches()) return SketchHead::num_tasks(sketched.count, sequence.sketch);
+    return (sequence.rule.num_candidates + kScoredPages - 1) / kScoredPages;
+  }
   bool is_windowed(std::size_t layer) const { return sequence.layers[layer].windowed; }
   const std::vector<Piece>& pieces(std::size_t layer) const {
     return is_windowed(layer) ? windowed : is_dense(layer) ? dense : listed;
@@ -527,8 +534,7 @@ class DecodeStep {
     each_of(team, [&](const StepSequence&) { return std::int64_t(decoder_.num_kv_heads); },
             [&](StepSequence& own, std::int64_t head) {
               for (int token = 0; token < own.sequence.num_tokens(); ++token) append_token(own, layer, int(head), token);
-              const DecodeSequence& sequence = own.sequence;
-              if (!sequence.layers[layer].dense && own.by_sketches())
+              if (own.ranks(layer) && own.by_sketches() && own.num_parts(decoder_, team.size()) > 1)
                 own.sketch_heads[std::size_t(head)].start(own.sketch_calls[layer], own.sketched, int(head));
             });
   }
@@ -600,27 +606,36 @@ class DecodeStep {
           .write(keys, values, all, pages.sketches + h * pages.sketches_stride + page * sequence.sketch.width);
   }
 
+  // A KV head of one part is ranked and chosen at once.
   void select(Team& team, std::size_t layer) {
-    const auto parts = [](const StepSequence& own) {  // of a KV head, that are ranked by themselves
-      const std::int64_t candidates = own.sequence.rule.num_candidates;
-      return own.by_sketches() ? own.sketch_heads[0].num_tasks() : (candidates + kScoredPages - 1) / kScoredPages;
-    };
-    const auto at_once = [&](const StepSequence& own) { return own.by_sketches() && parts(own) == 1; };  // ranked and chosen
-    each_of(team, [&](const StepSequence& own) { return own.ranks(layer) ? parts(own) * decoder_.num_kv_heads : 0; },
+    const auto parts = [&](const StepSequence& own) { return own.ranks(layer) ? own.num_parts(decoder_, team.size()) : 0; };
+    each_of(team, [&](const StepSequence& own) { return parts(own) * decoder_.num_kv_heads; },
             [&](StepSequence& own, std::int64_t task) {
               const int head = int(task / parts(own));
-              const std::int64_t part = task % parts(own);
-              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(part) : score_pages(own, layer, head, part);
-              if (at_once(own)) choose_tokens(own, layer, head);
+              if (parts(own) == 1) return choose_at_once(own, layer, head);
+              own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(task % parts(own))
+                                : score_pages(own, layer, head, task % parts(own));
             });
     each_of(team,
             [&](const StepSequence& own) {
-              if (!own.ranks(layer) || at_once(own)) return 0;
+              if (parts(own) <= 1) return 0;
               return own.by_sketches() ? decoder_.num_kv_heads : own.sequence.rule.num_selections;
             },
             [&](StepSequence& own, std::int64_t task) {
-              own.by_sketches() ? choose_tokens(own, layer, int(task)) : choose_pages(own, layer, task);
+              if (!own.by_sketches()) return choose_pages(own, layer, task);
+              own.sketch_heads[std::size_t(task)].choose();
+              list_tokens(own, layer, int(task));
             });
+  }
+
+  void choose_at_once(StepSequence& own, std::size_t layer, int head) {
+    if (own.by_sketches()) {
+      choose_of_head(own.sketch_calls[layer], own.sketched, head, own.estimates(layer));
+      return list_tokens(own, layer, head);
+    }
+    const std::int64_t per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
+    for (std::int64_t part = 0; part * kScoredPages < own.sequence.rule.num_candidates; ++part) score_pages(own, layer, head, part);
+    for (std::int64_t i = 0; i < per_head; ++i) choose_pages(own, layer, head * per_head + i);
   }
 
   void score_pages(StepSequence& own, std::size_t layer, int head, std::int64_t part) {
@@ -638,15 +653,16 @@ class DecodeStep {
     own.list_chosen(layer, selection);
   }
 
-  void choose_tokens(StepSequence& own, std::size_t layer, int head) {
-    own.sketch_heads[std::size_t(head)].choose();
+  void list_tokens(StepSequence& own, std::size_t layer, int head) {
     const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
     for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(layer, selection);
   }
 
-  // Attends pieces, and estimates attention to the others.
+  // Attends pieces, and estimates attention to the others where that was not done at once.
   void attend(Team& team, std::size_t layer) {
-    const auto estimates = [&](const StepSequence& own) { return own.estimates(layer) ? decoder_.num_kv_heads : 0; };
+    const auto estimates = [&](const StepSequence& own) {
+      return own.estimates(layer) && own.num_parts(decoder_, team.size()) > 1 ? decoder_.num_kv_heads : 0;
+    };
     each_of(team, [&](const StepSequence& own) { return estimates(own) + std::int64_t(own.pieces(layer).size()); },
             [&](StepSequence& own, std::int64_t task) {
               if (task < estimates(own)) return own.sketch_heads[std::size_t(task)].estimate_rest();

@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvsift import native
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
-from kvsift.kernels.merge import merge
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
 from kvsift.native.sketch_format import SketchLayout, sketches_read
@@ -277,4 +276,4 @@ def _attend(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: i
     ids, values, lse = _choose(layer, layout, rows, count)
     output, seen_lse = native.attend_units(layer.queries, layer.keys, layer.values, ids, 1, (), layer.scale)
     seen = Part(output[None, :, None], seen_lse[None, :, None])
-    return merge(seen, Part(values[None, :, None], lse[None, :, None])).output[0, :, 0]
+    return native.merge_estimate(seen, Part(values[None, :, None], lse[None, :, None]))[0].output[0, :, 0]
