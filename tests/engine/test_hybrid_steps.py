@@ -168,7 +168,7 @@ def pair(hybrid: Path) -> Iterator[tuple[LLM, LLM]]:
 
 
 def test_windows_wrap_and_samples_are_the_same(pair: tuple[LLM, LLM]) -> None:
-    fast, slow = (answers(llm, TEXTS[:2], max_new_tokens=120, sampling=SAMPLED) for llm in pair)
+    fast, slow = (answers(llm, TEXTS[:2], max_new_tokens=60, sampling=SAMPLED) for llm in pair)
     assert tokens(fast) == tokens(slow)
 
 
