@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from ends import set_ends
-from engine.loop_sequences import alone, assert_equal, counters, new_llm, together
+from engine.loop_sequences import alone, assert_equal, new_llm, together
 from engine.tiny_directory import text_of
 from refusals import refused
 from turns import in_turns
@@ -167,15 +167,6 @@ def test_a_question_begins_with_the_budget_of_the_plan(phase: Any, llama: Path) 
         assert_same(again, first[0])
         third = document.ask("How many sacks?", max_new_tokens=12, question_phase=phase)
         assert_same(third, first[0])
-
-
-def test_one_sequence_of_a_batch_has_a_guard(llama: Path) -> None:
-    cases = [(TEXTS[0], QUEST, 25), (TEXTS[3], QUEST.rpartition(":")[0], 25)]
-    eager, composed = (new_llm(llama, path, dense_below=0, probe_every=4) for path in ("eager", "composed"))
-    seqs = together(eager, cases)
-    assert [bool(counters(seq)["guard"]) for seq in seqs] == [True, False]
-    for seq, case in zip(seqs, cases):
-        assert_equal(seq, alone(composed, *case))
 
 
 @pytest.mark.parametrize("placement", ["split", "offload:device_cache=64", "host"])
