@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := 5.17.0
 # what reads transformers' modules, caches, configs and loaders; the rest builds on these, as do the weights in few bits
-# and the compiled core's steps of tests/models, budgets and counters
+# and the compiled core's steps of tests/models, budgets, counters, our own refusals, threads and wrappers of models
 OLDEST_TESTS := tests/models $(patsubst %,--ignore=tests/models/%.py,test_native_step test_packed_linear test_quantized \
-  test_scaled_linear hf/test_gguf_codes hf/test_gguf_mutations hf/test_guard hf/test_layer_budgets hf/test_new_plan \
-  hf/test_prefill_plans hf/test_run_report hf/test_tensor_parallel) tests/api/test_llm.py \
-  $(addprefix tests/engine/test_,$(addsuffix .py,hub quantised rope_lengths))
+  test_scaled_linear $(addprefix hf/test_,dtypes gguf_codes gguf_mutations guard layer_budgets new_plan prefill_plans \
+  refused_caches refused_inputs refused_turns run_report tensor_parallel threads wrappers)) tests/api/test_llm.py \
+  $(addprefix tests/engine/test_,$(addsuffix .py,hub quantised))
 # each process that a test starts would compile kvsift anew, and each pytest its own files
 unexport PYTHONDONTWRITEBYTECODE
 # no --compile: of torch and transformers few files are imported, and those are compiled then

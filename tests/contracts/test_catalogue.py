@@ -69,7 +69,7 @@ class Subject(NamedTuple):
     phase: Phase
     share: float  # of the examples
     name: str
-    turn: int | None  # settings other than the defaults meet every fifth contract: those with this remainder
+    turn: int | None  # settings other than the defaults meet every eighth contract: those with this remainder
     place: str = "device"
 
 
@@ -90,13 +90,13 @@ def _subjects() -> list[Subject]:
             spelt = ":".join([name, *(f"{knob}={value}" for knob, value in knobs.items())])
             share = VARIANT_SHARE if knobs else SHARE
             for order, phase in enumerate(phases):
-                turn = (number + order) % 5 if knobs and not EXTENSIVE else None
+                turn = (number + order) % 8 if knobs and not EXTENSIVE else None
                 found.append(Subject(small(name, **knobs), phase, share, f"{spelt}-{phase}", turn))
     coded = [
         subject._replace(share=VARIANT_SHARE, name=f"{subject.name}-{place}", place=place)
         for place, names in CODED.items() for subject in found if subject.name.rpartition("-")[0] in names
     ]  # fmt: skip
-    return found + [each._replace(turn=None if EXTENSIVE else number % 5) for number, each in enumerate(coded)]
+    return found + [each._replace(turn=None if EXTENSIVE else number % 8) for number, each in enumerate(coded)]
 
 
 def _literals(hint: Any) -> list[str]:
@@ -110,7 +110,7 @@ MEETINGS = [
     pytest.param(subject, check, id=f"{subject.name}-{check.__name__}")
     for subject in SUBJECTS
     for index, check in enumerate(ALL_CHECKS)
-    if subject.turn in (None, index % 5)
+    if subject.turn in (None, index % 8)
     or (check is placements_do_not_change_the_answer and subject.phase == "decode")  # prefill is dense there
     if subject.place == "device" or check not in OF_WHAT_WAS_APPENDED
 ]

@@ -254,7 +254,7 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 def of_sequence(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
     settings = {"observer": None, "decoder": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
-    found: Any = Executor(made)._reason_uncaptured(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
+    found: Any = Executor(made)._reason_sequence_uncaptured(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine.tiny_directory import text_of, write_anchors, write_model
 from refusals import refused
+from turns import in_turns
 
 import kvsift
 from kvsift import LLM, Sampling
@@ -54,8 +55,10 @@ def composed(llama: Path) -> LLM:
     return LLM(llama, QUEST)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    in_turns(["Llama", "Mistral", "Qwen2", "Qwen3"], [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}]),
+)
 def test_tokens_equal_those_of_the_adapter(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     llm = LLM(write_model(tmp_path, family, **settings), QUEST, path="eager")
     ids = torch.tensor([llm.tokenizer(TEXTS[0])["input_ids"]])
@@ -137,8 +140,9 @@ def test_exact_answers_over_keys_and_values_in_int8_are_the_dense_ones(llama: Pa
     assert all(answer.exact and answer.exact["drafted"] for answer in exact)
 
 
-@pytest.mark.parametrize("plan", [*PLANS[:3], *PLANS[-2:]])
-@pytest.mark.parametrize("text", [TEXTS[0], text_of(120)], ids=["long", "around the budget"])
+@pytest.mark.parametrize(
+    ("plan", "text"), in_turns([*PLANS[:3], *PLANS[-2:]], [TEXTS[0], text_of(120)]), ids=lambda each: each[:40]
+)
 def test_bytes_are_counted_as_on_the_composed_path(plan: str, text: str, eager: LLM, composed: LLM) -> None:
     fast, slow = (llm.generate(text, plan=plan, max_new_tokens=24) for llm in (eager, composed))
     for key in ("kv_bytes_attended", "kv_bytes_to_select", "kv_bytes_read"):
@@ -268,7 +272,7 @@ def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
     assert llm.loop.seqs == []
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS[::2])
 def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> None:
     questions = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
     fast, slow = (LLM(llama, path=path).read(TEXTS[0] * 2) for path in ("eager", "auto"))

@@ -121,8 +121,7 @@ def test_nothing_is_drafted_behind_a_token_that_ends_the_answer(wide: Path, monk
     assert exact.exact["drafts_wrong"] == 0
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("plan", [f"sketch:{SMALL}", f"verify:{SMALL}"])
+@pytest.mark.parametrize(("plan", "phase"), [(f"sketch:{SMALL}", "prefill"), (f"verify:{SMALL}", "decode")])
 def test_documents_answer_exactly_and_stay_as_they_were(llm: LLM, plan: str, phase: str) -> None:
     if llm.fast_path.is_required and plan.startswith("verify"):
         pytest.skip("not captured")

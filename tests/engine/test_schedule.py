@@ -385,7 +385,7 @@ def test_every_promise_holds_over_long_histories(seed: int):
     model.finish()
 
 
-@settings(max_examples=round(100 * EXAMPLES))
+@settings(max_examples=round(40 * EXAMPLES))
 @given(st.integers(0, 10**6), st.sampled_from([1, 2, 3, 4]), st.sampled_from([0.0, 0.3, 0.5, 0.8]))
 def test_a_first_token_waits_for_at_most_two_chunks_of_each_other_client(seed: int, overtakes: int, share: float):
     """With a place and pages for all: ``LoopModel.check_waited``, also of requests that arrive while a step runs."""

@@ -32,7 +32,7 @@ from kvsift.engine.graphs.session import Session
 from kvsift.engine.graphs.slots import Slots
 from kvsift.engine.sequence import EngineSequence
 
-HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
+HISTORIES = int(10 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
 
 @pytest.mark.parametrize("dense_below", [0, BELOW])

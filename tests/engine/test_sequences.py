@@ -49,7 +49,7 @@ BLOCKS = [
     "index=flat_int8",
     *(("index=hnsw", "index=ivf") if find_spec("faiss") else ()),
 ]
-HISTORIES = int(30 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
+HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
 
 class Recorded:
@@ -114,7 +114,7 @@ def counters(seq: EngineSequence) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS[::2])
 def test_a_prompt_that_pauses_between_layers_changes_no_bit_and_keeps_others_going(
     plan: str, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,15 +213,21 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     llm = new_llm(llama)
     new_loop(llm, keep_tokens=10_000)
     other = run(llm, new_sequence(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
-    again, once_more, salted = (
-        run(llm, new_sequence(llm, text, plan, salt=salt)) for salt in ("", "", "another client's")
-    )
-    for seq in (again, once_more, salted):
+    again, once_more = (run(llm, new_sequence(llm, text, plan)) for _ in range(2))
+    for seq in (again, once_more):
         assert_equal(seq, alone)
-    assert (other.num_reused, salted.num_reused) == (0, 0)
+    assert other.num_reused == 0
     reason = parse_plan(plan).not_shared
     assert (again.num_reused, once_more.num_reused) == ((0, 0) if reason else (2 * GRID, 4 * GRID))
     assert again.no_reuse == (reason or "")
+
+
+def test_clients_with_other_salts_share_nothing(llama: Path) -> None:
+    llm = new_llm(llama)
+    new_loop(llm, keep_tokens=10_000)
+    one, other = (run(llm, new_sequence(llm, text_of(200), "dense", salt=salt)) for salt in ("", "another client's"))
+    assert_equal(other, one)
+    assert other.num_reused == 0
 
 
 def test_pages_that_another_plan_has_read_get_the_summaries_that_they_lack(llama: Path) -> None:

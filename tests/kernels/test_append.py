@@ -5,6 +5,7 @@ import torch
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import coded, copy_of, distance, paged_kv, pools_of, same
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.kernels.append import append, append_reference, append_sketches, append_triton, summarise_without_twins
 from kvsift.kernels.page_summary import SUMMARIES, summarise, summarise_pages
@@ -85,8 +86,9 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [16, 40], ids=str)  # 40: blocks of 8 channels that a transform mixes
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), in_turns([16, 40], DTYPES), ids=str
+)  # 40: blocks of 8 channels that a transform mixes
 def test_a_cache_in_8_bits_holds_what_the_store_would(run: object, dtype: torch.dtype, head_dim: int) -> None:
     """Codes of keys may differ by one, since their rotation rounds; summaries are those of what is held."""
     wide, kinds = paged_kv([1, 1], 2, 4, head_dim, dtype, DEVICE), [*SUMMARIES, *SKETCHES]

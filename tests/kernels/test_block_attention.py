@@ -9,6 +9,7 @@ from kernels.decode_cases import DecodeCase, draw_case, everything, exact_attent
 from kernels.decode_checks import error_ratio
 from kernels.paged_cases import plain
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.kernels import block_attention as module
 from kvsift.kernels.block_attention import (
@@ -89,8 +90,7 @@ def test_a_token_gets_the_bits_that_it_gets_alone(
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(("shape", "size"), in_turns(SHAPES, [2, 8]), ids=str)
 def test_a_token_gets_the_same_bits_in_a_block_of_any_size(shape: tuple[int, int, int, int], size: int) -> None:
     case = draw_case([3000, 9, 64, 130], *shape, torch.bfloat16)
     kv, last = case.kv, slice(size - 1, None, size)

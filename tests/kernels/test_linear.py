@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.kernels.int4_weight import Int4Weight, expand_int4_reference
 from kvsift.kernels.linear import linear, linear_reference, linear_triton
@@ -136,10 +137,9 @@ def test_gates_are_multiplied_by_their_own_scales(
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_out", "num_in"), SIZES)
-def test_a_steady_row_has_the_same_bits_beside_any_others(num_out: int, num_in: int, kind: str) -> None:
-    weight, _ = weight_of(kind, num_out, num_in, SHORT[0])
+@pytest.mark.parametrize(("size", "kind"), in_turns(SIZES, KINDS), ids=str)
+def test_a_steady_row_has_the_same_bits_beside_any_others(size: tuple[int, int], kind: str) -> None:
+    weight, _ = weight_of(kind, *size, SHORT[0])
     x, how = draw(32, *weight.shape, SHORT[0])
     residual = how.pop("residual")
     together = linear_triton(x, weight, residual=residual, steady=True, **how)

@@ -110,16 +110,15 @@ def check(case: Case, rest: bool = True, **how: Any) -> Step:
             (1, 12, 32, 16),
             (1, 2, 512, 16),
         ],
-        [(1, torch.float32), (2, torch.float16), (2, torch.float32), (1, torch.float16)],
+        [(1, torch.float32, False), (2, torch.float16, True), (2, torch.float32, True), (1, torch.float16, False)],
     ),
     ids=str,
 )
 def test_twins_choose_and_answer_as_the_reference(
-    shape: tuple[int, int, int, int], values: tuple[int, torch.dtype]
+    shape: tuple[int, int, int, int], values: tuple[int, torch.dtype, bool]
 ) -> None:
-    bits, dtype = values
-    check(draw(*shape, dtype, bits=bits))
-    check(draw(*shape, dtype, bits=bits, in_8_bits=True))
+    bits, dtype, in_8_bits = values
+    check(draw(*shape, dtype, bits=bits, in_8_bits=in_8_bits))
 
 
 @needs_triton

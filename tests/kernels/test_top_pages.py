@@ -76,7 +76,7 @@ def test_lists_are_those_of_a_stable_sort(rows: list[tuple[list[float], tuple[in
         scores[row, 0, : len(numbers)] = torch.tensor(numbers)
     with pytest.MonkeyPatch.context() as patch:  # so that short rows go through several blocks, and few groups
         patch.setattr(top_pages, "GROUP_PAGES", 4)
-        patch.setattr(top_pages, "BLOCK", 32)
+        patch.setattr(top_pages, "TILE", 32)
         check(scores.to(DEVICE), spans_of(*(spans for _, spans in rows)))
 
 
@@ -153,7 +153,7 @@ def test_a_row_that_begins_beyond_32_bits_is_read_where_it_lies(
 def test_a_row_of_more_scores_than_21_bits_count_gives_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """2.3 million scores are not the lowest there is: the first look at them counts them all."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(top_pages, "BLOCK", 1 << 18)  # the interpreter takes its time for every block
+        monkeypatch.setattr(top_pages, "TILE", 1 << 18)  # the interpreter takes its time for every block
     scores, ulp = torch.full((1, 1, 2_400_000), 1.0, device=DEVICE), torch.finfo(torch.float32).eps
     scores[..., 50_000:2_350_000] = 1.0 + ulp
     scores[..., -1] = 1.0 + 3 * ulp

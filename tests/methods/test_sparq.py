@@ -120,7 +120,7 @@ class Values:
 
 def test_the_mean_of_long_contexts_reads_a_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any steps, after a roll-back into a block and in a fork."""
-    monkeypatch.setattr("kvsift.methods.sparq.BLOCK", 8)
+    monkeypatch.setattr("kvsift.methods.sparq.TOKENS_PER_SUM", 8)
     monkeypatch.setattr("kvsift.methods.sparq.AT_ONCE", 3)
     reader, mean = Values(draw_tokens(100, 1).values), ValueMean()
 

@@ -13,7 +13,7 @@ import pytest
 from page.page_actions import add_text, ask, is_in_sight, wait_for_answer
 from server.serving import Served
 
-from kvsift.server.sample import FACTS, sample
+from kvsift.server.sample_document import FACTS, sample
 
 pytestmark = pytest.mark.page
 PLANS = "sketch:budget=256", "quest:budget=512:dense_layers=none"

@@ -82,9 +82,8 @@ def test_rounded_weights_keep_predictions_close(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("gguf", torch.float32), ("gguf", torch.bfloat16), ("int4-zeros", torch.float32), ("gptq", torch.bfloat16),
-        ("awq", torch.float32), ("int8-channel", torch.bfloat16), ("int8-packed-zeros", torch.float32),
-        ("quantize=int4", torch.float32), ("quantize=int8", torch.float32),
+        ("gguf", torch.bfloat16), ("int4-zeros", torch.float32), ("gptq", torch.bfloat16),
+        ("int8-packed-zeros", torch.float32), ("quantize=int8", torch.float32),
     ],
     ids=str,
 )  # fmt: skip

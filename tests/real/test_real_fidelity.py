@@ -60,6 +60,7 @@ def test_a_budget_of_1024_keeps_predictions_close_to_dense(
         assert 0 < measured[plan].kl < bound, plan
 
 
+@pytest.mark.parametrize("read", ["compound_statements"], indirect=True)  # reading takes 20 s of a processor
 def test_keys_and_values_in_8_bits_keep_predictions_close(
     read: Read, smol: Path, record_property: Callable[[str, object], None]
 ) -> None:

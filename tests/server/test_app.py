@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 import httpx
 
@@ -10,10 +11,12 @@ from kvsift.server.app import build
 from kvsift.server.schemas import ChatRequest
 from kvsift.server.settings import ServerSettings
 
+APPS: dict[str, Any] = {}  # by settings: each takes half a second to build
+
 
 def answers(settings: ServerSettings, *requests: tuple[str, str, dict]) -> list[httpx.Response]:
     """Responses of a server whose engine is not started."""
-    app, _ = build(settings)
+    app = APPS.get(repr(settings)) or APPS.setdefault(repr(settings), build(settings)[0])
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -1,8 +1,6 @@
 """Documents over HTTP: uploaded, read once, asked about, deleted, and kept when the engine dies."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -272,18 +270,6 @@ def test_questions_that_name_no_document_are_refused(client: httpx.Client, field
 def test_ids_are_looked_up_and_never_opened(client: httpx.Client, path: str) -> None:
     for method, end in (("GET", ""), ("GET", "/text"), ("GET", "/events"), ("DELETE", "")):
         assert client.request(method, f"{DOCUMENTS}/{path}{end}").status_code == 404
-
-
-def test_documents_are_read_again_when_the_engine_is_killed(client: httpx.Client, server: Served) -> None:
-    document = upload(client, "Survivor. " + text_of(1500))
-    ready(client, document["id"])
-    os.kill(server.engine(), signal.SIGKILL)
-    until(lambda: client.get("/health").json()["status"] == "restarting")
-    assert client.get(f"{DOCUMENTS}/{document['id']}").status_code == 200
-    until(lambda: client.get("/health").status_code == 200, 60)
-    assert ready(client, document["id"])["status"] == "ready"
-    assert ask(client, document["id"])["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1472
-    client.delete(f"{DOCUMENTS}/{document['id']}")
 
 
 def test_a_document_belongs_to_its_key_and_stays_between_starts(model: Path, tmp_path: Path) -> None:

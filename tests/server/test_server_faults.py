@@ -16,6 +16,7 @@ import pytest
 from engine.tiny_directory import text_of
 from refusals import refused
 from server.serving import OPTIONS, Served, events, metric, texts, until
+from server.test_document_routes import DOCUMENTS, ask, ready, upload
 
 import kvsift
 from kvsift.cli.main import main
@@ -94,8 +95,12 @@ def test_malformed_requests_leave_the_server_well(server: Served, client: httpx.
     assert running(client) == 0
 
 
-def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.Client, alone: kvsift.LLM) -> None:
-    """One has sent text; one has not, as it is not streamed."""
+def test_answers_and_documents_go_on_when_the_engine_is_killed(
+    server: Served, client: httpx.Client, alone: kvsift.LLM
+) -> None:
+    """One has sent text; one has not, as it is not streamed. Documents are read again."""
+    document = upload(client, "Survivor. " + text_of(1500))["id"]
+    ready(client, document)
     streamed = {"prompt": "Stop", "max_tokens": 600, "temperature": 0.5, "seed": 5, "logprobs": 0, "stream": True}
     whole = alone.generate("Stop", max_new_tokens=600, sampling=kvsift.Sampling(0.5, seed=5), logprobs=0)
     pair = {"prompt": text_of(400), "max_tokens": 300, "n": 2, "temperature": 0.3, "seed": 1}
@@ -111,6 +116,7 @@ def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.C
             until(lambda: client.get("/health").json()["status"] == "restarting")
             refusal = client.post("/v1/completions", json={"prompt": "a"})
             assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "2")
+            assert client.get(f"{DOCUMENTS}/{document}").status_code == 200
             chunks += list(stream)
         assert texts(chunks) == [whole.text]
         values = [value for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]
@@ -119,6 +125,9 @@ def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.C
         assert [choice["text"] for choice in waiting.result().json()["choices"]] == [each.text for each in both]
     assert server.engine() != engine
     assert metric(client.get("/metrics").text, "kvsift_engine_restarts") == before + 1
+    assert ready(client, document)["status"] == "ready"
+    assert ask(client, document)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1472
+    client.delete(f"{DOCUMENTS}/{document}")
 
 
 @pytest.fixture(scope="module")

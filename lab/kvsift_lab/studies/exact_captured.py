@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvsift import LLM
 from kvsift.engine.graphs.feeds import uploaded
-from kvsift.engine.graphs.session import BLOCK
+from kvsift.engine.graphs.session import BLOCK_TOKENS
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence
@@ -56,12 +56,12 @@ class ImposedRate:
 
     @classmethod
     def refused(cls, rows: int) -> Tensor:
-        """Whether each draft of a verification is refused, bool [rows, BLOCK - 1]."""
+        """Whether each draft of a verification is refused, bool [rows, BLOCK_TOKENS - 1]."""
         assert cls.share is not None
         even = (cls.drawn + torch.arange(1, rows + 1, dtype=torch.float64)) * (5**0.5 - 1) / 2 % 1
         cls.drawn += rows
         accepted = (even.log() / log(cls.share)).long()
-        return torch.arange(BLOCK - 1) == accepted.unsqueeze(1)
+        return torch.arange(BLOCK_TOKENS - 1) == accepted.unsqueeze(1)
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def imposed_acceptance() -> Iterator[None]:
     def imposed(slots: Slots, kind: StepKind, number: int) -> Any:
         fed = slots.tokens.clone()
         found = run(slots, kind, number)
-        if ImposedRate.share is not None and slots.batch.block == BLOCK:  # plain steps have other blocks
+        if ImposedRate.share is not None and slots.batch.block == BLOCK_TOKENS:  # plain steps have other blocks
             assert slots._step.keeps_bits
-            proposed = fed.view(-1, BLOCK)[:, 1:]
+            proposed = fed.view(-1, BLOCK_TOKENS)[:, 1:]
             refused = uploaded(ImposedRate.refused(len(proposed)), fed.device)
-            slots.tokens.view(-1, BLOCK)[:, :-1] = torch.where(refused, (proposed + 1) % 4096, proposed)
+            slots.tokens.view(-1, BLOCK_TOKENS)[:, :-1] = torch.where(refused, (proposed + 1) % 4096, proposed)
         return found
 
     with patch.object(Slots, "run", imposed):

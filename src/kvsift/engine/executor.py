@@ -282,7 +282,7 @@ class Executor:
     def _begin_steps(self, seq: EngineSequence) -> None:
         """Decide which steps a sequence takes, and let it join others in captured ones."""
         assert seq.cache is not None
-        if why := self._reason_uncaptured(seq):
+        if why := self._reason_sequence_uncaptured(seq):
             too = why if seq.observer is not None else self._reason_composed(seq.cache, why)
             seq.path = "native" if too is None else "composed: " + "; ".join(dict.fromkeys([why, too]))
             return
@@ -331,7 +331,7 @@ class Executor:
     def _takes_blocks(self, seq: EngineSequence) -> bool:
         return self._runner.fast_path.takes_blocks(seq.request.plan, seq.decoder is not None, self._runner.model)
 
-    def _reason_uncaptured(self, seq: EngineSequence) -> str | None:
+    def _reason_sequence_uncaptured(self, seq: EngineSequence) -> str | None:
         """Why the steps of a sequence are not captured; None: they are."""
         if seq.observer is not None:
             return "what is selected is recorded"

@@ -254,7 +254,7 @@ class ModelRunner(Uncopied):
             InputError: if captured steps are required.
         """
         self.load()
-        return self.fast_path.reason_uncaptured(plan, self._model, self.generation_settings)
+        return self.fast_path.reason_plan_uncaptured(plan, self._model, self.generation_settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a sequence under a plan has pages of its own; None if they may be in a pool with those of others."""

@@ -19,7 +19,7 @@ from kvsift.tokenization.grammar import GrammarState
 if TYPE_CHECKING:
     from kvsift.models.hf.generation_config import GenerationSettings
 
-BLOCK = 256  # random numbers drawn at once
+NUMBERS_AT_ONCE = 256  # random numbers
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 NO_LIMITS = 1.0, inf, 0.0  # of ``Sampling.limits``
@@ -117,7 +117,9 @@ class Sampling:
     def noise(self, stop: int, start: int = 0) -> Tensor:
         """Return a random whole number for each of the tokens start to stop, int64; the same on every device."""
         generator = torch.Generator().manual_seed(self.seed)
-        blocks = [torch.randint(1 << 62, (BLOCK,), generator=generator) for _ in range(-(-stop // BLOCK))]
+        blocks = [
+            torch.randint(1 << 62, (NUMBERS_AT_ONCE,), generator=generator) for _ in range(-(-stop // NUMBERS_AT_ONCE))
+        ]
         return torch.cat([torch.empty(0, dtype=torch.int64), *blocks])[start:stop]
 
     def chooser(self, device: torch.device) -> Chooser:

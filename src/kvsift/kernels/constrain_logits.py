@@ -8,7 +8,7 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit_for_any, runs_on_triton, tl, triton
 
 IN_PROMPT = 1 << 30  # added to the count of a token
-BLOCK = 1024  # tokens of a program
+TILE = 1024  # tokens of a program
 
 
 def constrain_logits(logits: Tensor, counts: Tensor, penalties: Tensor, bias: Tensor, masks: Tensor) -> Tensor:
@@ -43,9 +43,9 @@ def constrain_logits_reference(
 def constrain_logits_triton(logits: Tensor, counts: Tensor, penalties: Tensor, bias: Tensor, masks: Tensor) -> Tensor:
     (num_seqs, vocabulary), changed = logits.shape, torch.empty_like(logits)
     with torch.cuda.device_of(logits):
-        _constrain_kernel[num_seqs, triton.cdiv(vocabulary, BLOCK)](
+        _constrain_kernel[num_seqs, triton.cdiv(vocabulary, TILE)](
             logits, counts, penalties, bias, masks, changed, num_seqs, vocabulary, masks.shape[1],
-            IN_PROMPT=IN_PROMPT, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+            IN_PROMPT=IN_PROMPT, TILE=TILE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return changed
 
@@ -53,10 +53,10 @@ def constrain_logits_triton(logits: Tensor, counts: Tensor, penalties: Tensor, b
 @jit_for_any("num_seqs", "vocabulary", "words")
 def _constrain_kernel(
     logits_ptr, counts_ptr, penalties_ptr, bias_ptr, masks_ptr, changed_ptr, num_seqs, vocabulary, words,
-    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr,
+    IN_PROMPT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside, at = token < vocabulary, seq * vocabulary + token
     logits = tl.load(logits_ptr + at, mask=inside, other=0.0)
     count = tl.load(counts_ptr + at, mask=inside, other=0)

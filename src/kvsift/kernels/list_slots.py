@@ -8,7 +8,7 @@ from torch import Tensor
 from kvsift.kernels.segment_attention import Rows
 from kvsift.kernels.triton_shim import jit_for_any, runs_on_triton, tl, triton
 
-BLOCK = 1024  # tokens of a program
+TILE = 1024  # tokens of a program
 
 Slots = tuple[Tensor, Tensor]
 
@@ -44,9 +44,9 @@ def list_slots_triton(lists: Tensor, counts: Tensor, unit_size: int, rows: Rows,
     slots = lists.new_empty(num_segments, num_lists, capacity * unit_size)
     held = counts.new_empty(num_segments, num_lists)
     with torch.cuda.device_of(lists):
-        _slots_kernel[num_segments * num_lists, max(triton.cdiv(capacity * unit_size, BLOCK), 1)](
+        _slots_kernel[num_segments * num_lists, max(triton.cdiv(capacity * unit_size, TILE), 1)](
             lists.contiguous(), counts.contiguous(), rows.table, slots, held, capacity, REPEATS=num_lists // num_heads,
-            SIZE=unit_size, PAGE=rows.keys.shape[2], BLOCK=BLOCK, num_warps=4,
+            SIZE=unit_size, PAGE=rows.keys.shape[2], TILE=TILE, num_warps=4,
         )  # fmt: skip
     return slots, held
 
@@ -54,14 +54,14 @@ def list_slots_triton(lists: Tensor, counts: Tensor, unit_size: int, rows: Rows,
 @jit_for_any("capacity")
 def _slots_kernel(
     lists_ptr, counts_ptr, table_ptr, slots_ptr, held_ptr, capacity, REPEATS: tl.constexpr, SIZE: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
     source = row // REPEATS
     count = tl.load(counts_ptr + source) * SIZE
     if first == 0:
         tl.store(held_ptr + row, count)
-    i = first + tl.arange(0, BLOCK)
+    i = first + tl.arange(0, TILE)
     token = tl.load(lists_ptr + source * capacity + i // SIZE, mask=i < count, other=0) * SIZE + i % SIZE
     page = tl.load(table_ptr + token // PAGE, mask=i < count, other=0)
     tl.store(slots_ptr + row * (capacity * SIZE) + i, page * PAGE + token % PAGE, mask=i < count)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsift.kernels.page_summary import Kind, find_kind, page_scores
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
 
-BLOCK_PAGES = 64
+TILE_PAGES = 64
 TILE_NUMBERS = 1 << 14  # of half the rows of a block: more do not fit shared memory
 
 
@@ -63,7 +63,7 @@ def score_pages_triton(
     kind, width, padded = find_kind(kind), summary.shape[2], power_of_two(group_size)
     assert head_dim <= width <= 2 * head_dim
     inputs = queries if kind.features_twin is not None else kind.features(queries.float() * scale)
-    pages = min(BLOCK_PAGES, TILE_NUMBERS // power_of_two(head_dim))
+    pages = min(TILE_PAGES, TILE_NUMBERS // power_of_two(head_dim))
     _score_kernel[triton.cdiv(max_pages, pages), num_kv_heads, batch](
         inputs.contiguous(), summary, table, spans, scores, summary.stride(0), summary.stride(1), max_pages, scale,
         kind.features_twin, G=group_size, GP=padded, COLUMNS=max(16, 4 * padded), D=head_dim, DP=power_of_two(head_dim),

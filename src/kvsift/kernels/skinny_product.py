@@ -27,7 +27,7 @@ from kvsift.kernels.triton_shim import constant, jit, runs_on_triton, tl, triton
 MAX_ROWS = 32  # two tiles of the tensor cores; with more rows, weights are not the only large operand
 HOPPER_BYTES = 232448  # of shared memory for a program
 LANE = constant(8)  # consecutive numbers of a row that a thread loads without tensor cores: 16 bytes
-BLOCK_INS = 128  # inputs of a block with a scale, for which tiles are made
+SCALE_INS = 128  # inputs that share a scale, for which tiles are made
 Weight = Tensor | ScaledWeight | Int4Weight  # [out, in]
 Norm = tuple[Tensor, float]  # weight [in] and eps of an RMS norm
 
@@ -83,7 +83,7 @@ def choose_int4_tiling(weight: Int4Weight, rows: int, steady: bool = False) -> T
     """``choose_tiling`` of a weight of 4 bits, with twice the inputs in flight: the inputs of four times as many need
     more registers than there are. Within 15 % of the fastest of 12 tilings on an H100."""
     tiling = choose_tiling(weight.shape[0], weight.shape[1], rows, steady)
-    return tiling._replace(ins=gcd(BLOCK_INS, weight.ins)) if tiling.dot else tiling._replace(depth=2 * tiling.depth)
+    return tiling._replace(ins=gcd(SCALE_INS, weight.ins)) if tiling.dot else tiling._replace(depth=2 * tiling.depth)
 
 
 def is_skinny(x: Tensor, weight: Weight) -> bool:
@@ -98,7 +98,7 @@ def takes_weight(weight: Weight, dtype: torch.dtype) -> bool:
     if isinstance(weight, Int4Weight):
         return weight.codes.stride(1) == 1 and weight.ins % 32 == 0
     if isinstance(weight, ScaledWeight):
-        return weight.values.stride(1) == 1 and (weight.scales.shape[1] == 1 or weight.ins == BLOCK_INS)
+        return weight.values.stride(1) == 1 and (weight.scales.shape[1] == 1 or weight.ins == SCALE_INS)
     return weight.dtype == dtype and weight.stride(1) == 1
 
 

@@ -14,7 +14,7 @@ from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl
 
 GROUP_PAGES = 16
 LONG_LIST, GROUP_OF_LONG, SHARE_OF_LONG = 1024, 4, 64  # lists so long, of more than a 64th of a row, have small groups
-BLOCK, WARPS = 2048, 8  # twice that for long rows
+TILE, WARPS = 2048, 8  # twice that for long rows
 LONG_ROW = 1 << 14
 
 
@@ -69,7 +69,7 @@ def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: List
     factor = 2 if max_pages > LONG_ROW else 1
     _visible_kernel[(batch * num_rows,)](
         scores.contiguous(), maxima, groups, spans, pages, counts, num_rows, max_pages, num_groups, capacity,
-        BLOCK=factor * BLOCK, GROUP=group, num_warps=factor * WARPS,
+        TILE=factor * TILE, GROUP=group, num_warps=factor * WARPS,
     )  # fmt: skip
     return pages, counts
 
@@ -94,14 +94,14 @@ def load_keys(values_ptr, map_ptr, index, inside, MAPPED: tl.constexpr):
 
 
 @jit
-def find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED: tl.constexpr, TILE: tl.constexpr):
     """Return low and high so that [low, inf) holds at least k of ``count`` scores and [high, inf) fewer, ``above`` of
     them: either exactly k, or high is low + 1 and the scores between are ties. Scores at index ``limit`` of their row
     and behind do not count. At least k are known not to be below ``least``."""
-    offsets = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -2147483648, tl.int32)
-    bottom = tl.full((BLOCK,), 2147483647, tl.int32)
-    for start in range(0, count, BLOCK):
+    offsets = tl.arange(0, TILE)
+    top = tl.full((TILE,), -2147483648, tl.int32)
+    bottom = tl.full((TILE,), 2147483647, tl.int32)
+    for start in range(0, count, TILE):
         keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
         real = (start + offsets < count) & (where < limit)
         top = tl.maximum(top, tl.where(real, keys, -2147483648))
@@ -112,8 +112,8 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED: tl.constex
     while (inside != k) & (high - low > 1):
         width = high - low
         first, second, third = low + width // 4, low + width // 2, low + width * 3 // 4
-        seen = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits, of every BLOCK-th score each
-        for start in range(0, count, BLOCK):
+        seen = tl.zeros((TILE,), tl.int64)  # three counts of 21 bits, of every TILE-th score each
+        for start in range(0, count, TILE):
             keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
             real = (start + offsets < count) & (where < limit)
             seen += tl.where(real & (keys >= first.to(tl.int32)), 1, 0).to(tl.int64)
@@ -133,13 +133,13 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED: tl.constex
 
 
 @jit
-def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, least, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, least, MAPPED: tl.constexpr, TILE: tl.constexpr):
     """Write the ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``. Return a number
     that all of them reach."""
-    low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED, BLOCK)
-    offsets = tl.arange(0, BLOCK)
+    low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED, TILE)
+    offsets = tl.arange(0, TILE)
     written, ties = 0, 0
-    for start in range(0, count, BLOCK):
+    for start in range(0, count, TILE):
         keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
         real = (start + offsets < count) & (where < limit)
         tied = (real & (keys >= low) & (keys < high)).to(tl.int32)
@@ -152,11 +152,11 @@ def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, least, MAPP
 
 
 @jit
-def write_spans(out_ptr, first, stop, k, held, BLOCK: tl.constexpr):
+def write_spans(out_ptr, first, stop, k, held, TILE: tl.constexpr):
     """Write the sinks before the k chosen pages and the window behind them."""
     count = first + held - stop
-    for start in range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+    for start in range(0, count, TILE):
+        i = start + tl.arange(0, TILE)
         slot, page = tl.where(i < first, i, i + k), tl.where(i < first, i, i - first + stop)
         tl.store(out_ptr + slot, page, mask=i < count)
 
@@ -164,7 +164,7 @@ def write_spans(out_ptr, first, stop, k, held, BLOCK: tl.constexpr):
 @jit
 def choose_pages(
     scores_ptr, maxima_ptr, groups_ptr, out_ptr, first, stop, k, held,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write the visible list of one row; ``maxima_ptr`` holds the largest score of every GROUP candidates."""
     count = stop - first
@@ -172,19 +172,19 @@ def choose_pages(
     if count > GROUP * k:
         if k > 0:
             num_groups = (count + GROUP - 1) // GROUP
-            least = write_best(maxima_ptr, maxima_ptr, groups_ptr, num_groups, num_groups, k, 0, -2147483648, 0, BLOCK)
+            least = write_best(maxima_ptr, maxima_ptr, groups_ptr, num_groups, num_groups, k, 0, -2147483648, 0, TILE)
             tl.debug_barrier()
-            write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, least, GROUP, BLOCK)
+            write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, least, GROUP, TILE)
     else:
-        write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, -2147483648, 0, BLOCK)
-    write_spans(out_ptr, first, stop, k, held, BLOCK)
+        write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, -2147483648, 0, TILE)
+    write_spans(out_ptr, first, stop, k, held, TILE)
     return first + k + held - stop
 
 
 @jit_for_any("num_groups", "capacity")
 def _visible_kernel(
     scores_ptr, maxima_ptr, groups_ptr, spans_ptr, pages_ptr, counts_ptr, num_rows, max_pages, num_groups, capacity,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     spans_ptr += tl.program_id(0) // num_rows * 4
     row = tl.program_id(0).to(tl.int64)  # rows of a million tokens are more than 2^31 numbers apart
@@ -192,16 +192,16 @@ def _visible_kernel(
     scores_ptr += row * max_pages
     maxima_ptr += row * num_groups
     if stop - first > GROUP * k:
-        for start in range(0, stop - first, BLOCK):
-            index = start + tl.arange(0, BLOCK)
+        for start in range(0, stop - first, TILE):
+            index = start + tl.arange(0, TILE)
             scores = tl.load(scores_ptr + index, mask=index < stop - first, other=float("-inf"))
             scores = tl.where(scores == scores, scores, float("-inf"))
-            largest = tl.max(tl.reshape(scores, (BLOCK // GROUP, GROUP)), 1)
-            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            largest = tl.max(tl.reshape(scores, (TILE // GROUP, GROUP)), 1)
+            group = start // GROUP + tl.arange(0, TILE // GROUP)
             tl.store(maxima_ptr + group, largest, mask=group * GROUP < stop - first)
         tl.debug_barrier()
     count = choose_pages(
         scores_ptr, maxima_ptr, groups_ptr + row * capacity, pages_ptr + row * capacity, first, stop, k, held,
-        BLOCK, GROUP,
+        TILE, GROUP,
     )  # fmt: skip
     tl.store(counts_ptr + row, count)

@@ -39,8 +39,8 @@ MAX_WEIGHTS = 1 << 25  # at once: 128 MiB
 Mode = Literal["online", "oneshot", "decode_only"]
 
 
-BLOCK = 64  # queries whose weights are summed together, cut at its multiples
-SNAPSHOT = 256  # tokens from one remembered sum to the next; a multiple of the block
+SUMMED_QUERIES = 64  # whose weights are summed together, cut at its multiples
+SNAPSHOT = 256  # tokens from one remembered sum to the next; a multiple of SUMMED_QUERIES
 
 
 class Sums(NamedTuple):
@@ -65,7 +65,7 @@ class HeavyState(DroppingState):
     """
 
     def __init__(self, num_rows: int) -> None:
-        super().__init__(num_rows, wanted=2 * SNAPSHOT + BLOCK)
+        super().__init__(num_rows, wanted=2 * SNAPSHOT + SUMMED_QUERIES)
         self.sums = NOTHING
         self.earlier = (NOTHING, NOTHING)
         self._new: tuple[tuple[int, Tensor], ...] = ()  # (position of the first, queries) of the present chunk
@@ -145,7 +145,7 @@ class H2O(DroppingMethod):
     def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
         super().follow(state, shape, start, stop, phase, reader)
         # whole blocks of the prompt, wherever its chunks end
-        self._count(state, shape, stop if phase == "decode" else stop // BLOCK * BLOCK, reader)
+        self._count(state, shape, stop if phase == "decode" else stop // SUMMED_QUERIES * SUMMED_QUERIES, reader)
         state.end_chunk()
 
     def rank(
@@ -175,7 +175,7 @@ class H2O(DroppingMethod):
         """Add the weights of the queries before ``stop`` that were not counted yet, block by block."""
         while (start := state.sums.position) < stop:
             edges = [edge for run in state.generated for edge in run if edge > start]
-            last = min(stop, (start // BLOCK + 1) * BLOCK, *edges)
+            last = min(stop, (start // SUMMED_QUERIES + 1) * SUMMED_QUERIES, *edges)
             prompt = not state.is_generated(start, last)
             counts = self.mode == "online" or prompt == (self.mode == "oneshot")
             queries = state.read(start, last) if counts else None

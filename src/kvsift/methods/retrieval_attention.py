@@ -41,7 +41,7 @@ from kvsift.methods.common.indexed_keys import IndexedBlocks, IndexedKeys, Index
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
-BLOCK = 16384  # tokens of a block that is recommended
+RECOMMENDED_BLOCK = 16384  # tokens
 SPACING = 8  # a block keeps one query for every 8 tokens; 16 found 0.01 less than 4 (2026-11-25)
 TAIL = 8192  # newer tokens than an index covers that are scanned, before they get an index of their own
 WANTED = 100  # keys per query that an index is tuned for when it is built before the first query
@@ -126,7 +126,7 @@ class RetrievalAttention(Method):
             on_host=True,
             wants_queries=self.learns,  # a cache that another plan filled has no queries to build from
             seals=self.block > 0,
-            to_share="" if self.compat else f"block={BLOCK}",
+            to_share="" if self.compat else f"block={RECOMMENDED_BLOCK}",
             no_mass="does not score the keys that its index left out",
         )
 

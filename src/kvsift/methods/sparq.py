@@ -31,7 +31,7 @@ from kvsift.methods.scoring import chosen_units, top_units, units_per_head
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
 MOST_SHARE = 1 - 2.0**-20  # of the other tokens: a part with infinitely more weight than another cannot be merged
-BLOCK = 256  # tokens
+TOKENS_PER_SUM = 256
 AT_ONCE = 16  # blocks that are summed together, which bounds temporary memory
 
 
@@ -81,7 +81,7 @@ class SparQ(ShareMethod):
         return SparQState(ValueMean(), ChannelRows())
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
-        sums = 8 / BLOCK if self.mean_value else 0
+        sums = 8 / TOKENS_PER_SUM if self.mean_value else 0
         return shape.num_kv_heads * shape.head_dim * (sums + (2 if self.second_copy else 0))
 
     def select(
@@ -137,10 +137,10 @@ class ValueMean:
 
     def read(self, reader: KVReader, stop: int) -> Tensor:
         """Mean of the first ``stop`` values, float32 [num_kv_heads, head_dim]."""
-        while self.num_blocks < stop // BLOCK:
-            self._append(reader, min(self.num_blocks + AT_ONCE, stop // BLOCK))
-        whole = stop // BLOCK
-        total = reader.values(whole * BLOCK, stop).double().sum(1)
+        while self.num_blocks < stop // TOKENS_PER_SUM:
+            self._append(reader, min(self.num_blocks + AT_ONCE, stop // TOKENS_PER_SUM))
+        whole = stop // TOKENS_PER_SUM
+        total = reader.values(whole * TOKENS_PER_SUM, stop).double().sum(1)
         if self.sums is not None:
             total = total + reader.counted(self.sums[:, whole])
         return (total / stop).float()
@@ -152,8 +152,8 @@ class ValueMean:
     @torch.inference_mode()  # the sums outlive the caller's inference mode
     def _append(self, reader: KVReader, stop_block: int) -> None:
         first = self.num_blocks
-        values = reader.values(first * BLOCK, stop_block * BLOCK).double()
-        added = values.unflatten(1, (-1, BLOCK)).sum(2).cumsum(1)
+        values = reader.values(first * TOKENS_PER_SUM, stop_block * TOKENS_PER_SUM).double()
+        added = values.unflatten(1, (-1, TOKENS_PER_SUM)).sum(2).cumsum(1)
         if self.sums is None:
             self.sums = torch.nn.functional.pad(added, (0, 0, 1, 0))
         else:
@@ -164,7 +164,7 @@ class ValueMean:
 
     def crop(self, length: int) -> None:
         if self.sums is not None:
-            self.sums = self.sums[:, : length // BLOCK + 1]
+            self.sums = self.sums[:, : length // TOKENS_PER_SUM + 1]
 
 
 class ChannelRows(TokenRows):

@@ -30,7 +30,7 @@ from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.window import Window, is_window
 from kvsift.models.projection import GatedMLP, Projection
 from kvsift.native.loader import core, num_threads
-from kvsift.native.packed import BLOCK, PackedMatrix
+from kvsift.native.packed import PACKED_INS, PackedMatrix
 from kvsift.native.product import NO_NORM, numbers_of
 from kvsift.native.shapes import LARGEST_HEAD_DIM, NOT_FINITE, ROW_DTYPES
 from kvsift.native.sketch_format import SketchLayout, sketch_layout
@@ -64,7 +64,7 @@ class NativeStep:
         (lambda step: not all(tensor.is_cpu and tensor.is_contiguous() for tensor in _tensors(step)),
          "its weights are not in one piece of host memory"),
         (lambda step: step.head_dim % 8 or step.head_dim > LARGEST_HEAD_DIM, "its heads have {it.head_dim} channels"),
-        (lambda step: any(layer.output.parts for layer in step.layers) and step.head_dim % BLOCK,
+        (lambda step: any(layer.output.parts for layer in step.layers) and step.head_dim % PACKED_INS,
          "its heads have {it.head_dim} channels, and packed weights take blocks of 32"),
     )  # fmt: skip
     of_caches: ClassVar[Objections] = (

@@ -17,7 +17,7 @@ from kvsift.kernels.scaled_weight import ScaledStack, ScaledWeight, keeps_fp8
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.models.packed_linear import PackedEmbedding, PackedExperts, PackedLinear, PackedStack, can_stay_packed
 from kvsift.models.scaled_linear import Int4Linear, ScaledExperts, ScaledLinear
-from kvsift.native.packed import BLOCK, CENTRE, PackedCodes, PackedMatrix
+from kvsift.native.packed import CENTRE, PACKED_INS, PackedCodes, PackedMatrix
 
 QUANTIZE = "fp8", "fp8_head", "int8", "int4"  # what plain weights can be rounded to
 GROUP, LEAST_SCALE = 32, 2.0**-24  # inputs of a group, as measured; the smallest float16 above 0
@@ -120,7 +120,7 @@ class GroupedCodes:
     def packed(self) -> PackedMatrix | None:
         """Return the matrix of the compiled core: each of its blocks has the scale of its group, and the weight of the
         middle code as minimum; None where float16 does not hold them."""
-        centre, repeats = 1 << self.bits - 1, self.ins // BLOCK
+        centre, repeats = 1 << self.bits - 1, self.ins // PACKED_INS
         scales, minima = self.scales.float(), None
         if self.zeros is not None:
             minima = (scales * (centre - self.zeros)).repeat_interleave(repeats, 1).numpy()

@@ -23,7 +23,7 @@ from kvsift.native.memory import HugeRoom
 from kvsift.native.product import NO_NORM, Norm, numbers_of
 from kvsift.native.shapes import ROW_DTYPES
 
-BLOCK, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
+PACKED_INS, TILE, CENTRE = 32, 16, 128  # inputs of a block, outputs of a tile, the code of a weight of 0
 HALF_ROUNDING, NOTHING = 2.0**-11, 2.0**-40  # of scales in float16: their relative error, and what is as good as 0
 LEAST_SHARE = 2.0**-14  # of the largest scale or minimum: an error of that size is as good as none
 
@@ -56,9 +56,9 @@ class PackedCodes:
                 if not (fits & np.isfinite(rounded)).all():
                     return None
         num_out, num_in = self.codes.shape
-        num_tiles, num_blocks = -(-num_out // TILE), num_in // BLOCK
+        num_tiles, num_blocks = -(-num_out // TILE), num_in // PACKED_INS
         codes = _whole_tiles(self.codes).view(np.uint32)  # of four inputs
-        quads: np.ndarray = codes.reshape(num_tiles, TILE, num_blocks, BLOCK // 4).transpose(0, 2, 3, 1)
+        quads: np.ndarray = codes.reshape(num_tiles, TILE, num_blocks, PACKED_INS // 4).transpose(0, 2, 3, 1)
         if self.table is not None:
             quads = quads[:, :, :4] | quads[:, :, 4:] << 4
         parts = [np.ascontiguousarray(quads).reshape(num_tiles, num_blocks, -1).view(np.uint8)]
@@ -104,7 +104,7 @@ class PackedMatrix:
             tiles.append(some)
             num_out += len(part.codes)
         table = b"" if part.table is None else part.table.tobytes()
-        halves = part.scales.shape[1] * BLOCK > part.codes.shape[1]
+        halves = part.scales.shape[1] * PACKED_INS > part.codes.shape[1]
         sizes = sum(map(len, tiles)), *tiles[0].shape[1:]
         whole = torch.empty(sizes, dtype=torch.uint8) if room is None else room.take(sizes)
         np.concatenate(tiles, out=whole.numpy())
@@ -116,7 +116,7 @@ class PackedMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """[outputs, inputs]."""
-        return self.num_out, self.tiles.shape[1] * BLOCK
+        return self.num_out, self.tiles.shape[1] * PACKED_INS
 
     @cached_property
     def core(self) -> Any:

@@ -25,7 +25,7 @@ from kvsift.server.metrics import Metrics
 from kvsift.server.middleware import REQUEST_ID, AccessMiddleware
 from kvsift.server.page_files import PAGE, page_file
 from kvsift.server.response_bodies import Error, Health, Model, ModelList, SampleDocument
-from kvsift.server.sample import sample
+from kvsift.server.sample_document import sample
 from kvsift.server.schemas import SCHEMA_REFERENCE, DocumentRequest
 from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor

@@ -3,20 +3,12 @@
 import pytest
 import torch
 from models.tiny import FAMILIES, covered, empty_cache, logits, prompt, ragged, tiny
+from turns import in_turns
 
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_covering_budget_gives_the_logits_of_eager_attention(family: str) -> None:
-    model = tiny(family)
-    expected = logits(model, prompt())
-    with covered(model):
-        torch.testing.assert_close(logits(model, prompt()), expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("padding", ["left", "right", "holes"])
+@pytest.mark.parametrize(("family", "padding"), in_turns(FAMILIES, ["left", "right", "holes"]))
 def test_padding_anywhere_gives_the_logits_of_eager_attention(family: str, padding: str) -> None:
     model = tiny(family)
     batch = ragged(90, 53, 88, side="right" if padding == "right" else "left")

@@ -22,6 +22,7 @@ from kvsift.models.hf.rope import RopeLimits
 LENGTH = 300
 CHUNKS = [40, 120, 129, 1000]  # ends below the original maximum, or not
 WITH_LENGTHS = ["dynamic", "longrope"]
+OTHERS = [kind for kind in KNOBS if kind not in WITH_LENGTHS]
 BY_LAYER = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 
@@ -39,10 +40,7 @@ def test_every_type_of_transformers_is_tested() -> None:
     assert set(KNOBS) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunk_size"),
-    [*product(WITH_LENGTHS, CHUNKS), *in_turns([kind for kind in KNOBS if kind not in WITH_LENGTHS], CHUNKS)],
-)
+@pytest.mark.parametrize(("kind", "chunk_size"), [*product(WITH_LENGTHS, CHUNKS), *zip(OTHERS, CHUNKS * 2)])
 def test_a_prompt_in_chunks_is_answered_as_in_one_pass(kind: str, chunk_size: int) -> None:
     model, ids = tiny("Llama", **rope(kind)), prompt(LENGTH)
     stock = in_one_pass(model, ids, LENGTH)
@@ -50,8 +48,7 @@ def test_a_prompt_in_chunks_is_answered_as_in_one_pass(kind: str, chunk_size: in
         assert_close(chunked(model, ids, chunk_size, plan, reserve=LENGTH), stock)
 
 
-@pytest.mark.parametrize("kind", KNOBS)
-@pytest.mark.parametrize("length", [60, LENGTH])
+@pytest.mark.parametrize(("kind", "length"), in_turns(KNOBS, [60, LENGTH]))
 def test_a_forward_pass_is_that_of_stock(kind: str, length: int) -> None:
     model, ids = tiny("Llama", **rope(kind)), prompt(length)
     stock = in_one_pass(model, ids, length)
@@ -59,8 +56,9 @@ def test_a_forward_pass_is_that_of_stock(kind: str, length: int) -> None:
         assert_close(logits(model, ids), stock)
 
 
-@pytest.mark.parametrize("num_tokens", [60, ORIGINAL - 9, LENGTH])
-@pytest.mark.parametrize("kind", [kind for kind in KNOBS if kind != "dynamic"])
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), in_turns([kind for kind in KNOBS if kind != "dynamic"], [60, ORIGINAL - 9, LENGTH])
+)
 def test_generate_on_one_side_of_the_original_maximum_is_stock(kind: str, num_tokens: int) -> None:
     model, ids = tiny("Llama", **rope(kind)), prompt(num_tokens)
     stock = greedy(model, ids)

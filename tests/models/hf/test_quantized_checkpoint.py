@@ -25,6 +25,7 @@ from models.tiny import prompt, tiny
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from turns import in_turns
 
 from kvsift import LLM, native
 from kvsift.kernels.int4_weight import Int4Weight
@@ -70,8 +71,7 @@ def logits(model: Any) -> Tensor:
         return model(prompt(40)).logits
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])  # Qwen2 has biases
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "family"), in_turns(FORMATS, ["Llama", "Qwen2"]))  # Qwen2 has biases
 def test_every_spelling_is_expanded_where_it_cannot_stay(
     name: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,7 @@
 """A model split over two processes: each chooses for its own KV heads, and the tokens are those of one process."""
 
 import json
-import os
-import subprocess
-import sys
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,10 +9,18 @@ import pytest
 import torch
 from models.hf.tensor_parallel_worker import LENGTHS
 from models.tiny import SPARSE, assert_sparse, ragged, tiny
+from stories import run as run_story
 
 import kvsift
 
-WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+RANKS = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1))
+rank = str(int(os.fork() == 0))
+os.environ.update(RANK=rank, LOCAL_RANK=rank)
+runpy.run_path({str(Path(__file__).with_name("tensor_parallel_worker.py"))!r}, run_name="__main__")
+"""
 SPLITTERS = ["torch", *(["transformers"] if find_spec("accelerate") else [])]  # tp_plan needs accelerate
 
 
@@ -26,15 +32,10 @@ def test_two_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
         expected = model.generate(**ragged(*LENGTHS), max_new_tokens=10, do_sample=False)
     assert_sparse(run)
 
-    path = os.pathsep.join(filter(None, [str(WORKER.parents[2]), os.environ.get("PYTHONPATH")]))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
-    ended = subprocess.run(  # one launch for both: most of its time goes into importing torch three times
-        [*launch, str(directory), SPARSE, str(target), *SPLITTERS],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=150,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()[-3000:]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ended = run_story(RANKS, port, str(directory), SPARSE, str(target), *SPLITTERS)
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
     decode, reports = run.report()["phases"]["decode"], json.loads(target.read_text())
     assert [*reports] == SPLITTERS

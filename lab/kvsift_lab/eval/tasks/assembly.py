@@ -9,7 +9,7 @@ from kvsift.errors import TooShort
 from kvsift.texts.layout import Encode, Layout, cut_tail
 from kvsift_lab.eval.sample import SampleRequest
 
-BLOCK = 64
+ITEMS_AT_ONCE = 64
 """Items of a list in one piece."""
 
 
@@ -46,10 +46,11 @@ class Assembly:
 
 
 def blocks(items: Sequence[str]) -> Iterator[str]:
-    """Yield items joined by single spaces, ``BLOCK`` at a time, with a space in front of every block but the first."""
+    """Yield items joined by single spaces, ``ITEMS_AT_ONCE`` to a block, with a space in front of every block but the
+    first."""
     rest = iter(items)
     separator = ""
-    while block := list(islice(rest, BLOCK)):
+    while block := list(islice(rest, ITEMS_AT_ONCE)):
         yield separator + " ".join(block)
         separator = " "
 

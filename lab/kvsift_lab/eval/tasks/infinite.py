@@ -26,7 +26,7 @@ from typing import Any
 from kvsift.texts.layout import Draft, DraftQuestion
 from kvsift.texts.words import DEFAULT, distinct
 from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
-from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly
+from kvsift_lab.eval.tasks.assembly import ITEMS_AT_ONCE, Assembly
 from kvsift_lab.eval.tasks.ruler_needles import noise_lines
 from kvsift_lab.eval.tasks.words import endless, uuid
 
@@ -104,7 +104,7 @@ def write_math(request: SampleRequest) -> Sample:
     low, high = _range(rng, rank)
     separator = ""
     while assembly.room > 0:
-        assembly.add(separator + ", ".join(str(rng.randint(low, high)) for _ in range(BLOCK)))
+        assembly.add(separator + ", ".join(str(rng.randint(low, high)) for _ in range(ITEMS_AT_ONCE)))
         separator = ", "
     context, ids = assembly.cut()
     answer = FINDERS[rank](numbers_of(context))

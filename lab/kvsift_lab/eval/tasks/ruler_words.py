@@ -24,7 +24,7 @@ from string import ascii_lowercase
 from kvsift.texts.prose import sentences
 from kvsift.texts.words import distinct, pseudo_word
 from kvsift_lab.eval.sample import Sample, SampleRequest, Style, Task
-from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly, blocks, largest_that_fits, num_tokens
+from kvsift_lab.eval.tasks.assembly import ITEMS_AT_ONCE, Assembly, blocks, largest_that_fits, num_tokens
 from kvsift_lab.eval.tasks.ruler_needles import STYLE
 
 SHORT = 4096
@@ -62,7 +62,7 @@ def write_cwe(request: SampleRequest) -> Sample:
     example = _example(rng, *((20, 3, 1) if is_short else (40, 10, 3)))
     assembly = Assembly(request, f"{example}\n{_CWE_INTRO}")
     most = assembly.room // (2 * other_times)  # an entry of the list has at least two tokens
-    words, seed = _words(rng, NUM_COMMON + most + BLOCK), rng.random()
+    words, seed = _words(rng, NUM_COMMON + most + ITEMS_AT_ONCE), rng.random()
     common, others = words[:NUM_COMMON], words[NUM_COMMON:]
 
     def entries(num_others: int) -> list[str]:

@@ -25,7 +25,7 @@ from kvsift.engine.graphs.accounting import add_blocks, add_steps
 from kvsift.engine.graphs.block_launches import Clock, Drafts, PlainStep, SequencePlace, launch_plain, to_host
 from kvsift.engine.graphs.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.graphs.sequence_groups import Group
-from kvsift.engine.graphs.session import BLOCK, BLOCK_SEQUENCES, STEADY_SLOTS, Session
+from kvsift.engine.graphs.session import BLOCK_SEQUENCES, BLOCK_TOKENS, STEADY_SLOTS, Session
 from kvsift.engine.graphs.slots import Constraints, Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.sequence import EngineSequence
@@ -102,7 +102,7 @@ class BlockGroup(Group[SequenceBlocks]):
         started, captured = perf_counter(), 0
         blocks = [(2 * part, width, 1) for part, width in _widths(num_seqs, self._dense_seqs)]
         exact = [(2 * part + 1, width) for part, width in _widths(num_seqs, BLOCK_SEQUENCES)]
-        blocks += [(*part, size) for part in exact for size in (1, BLOCK)]
+        blocks += [(*part, size) for part in exact for size in (1, BLOCK_TOKENS)]
         steps: list[tuple[Slots, StepMode]] = [(self._session.blocks(*each, [rule]), "dense") for each in blocks]
         if rule is not None:
             drafts = [self._session.slots(number, [rule]) for number in (1, 2, BLOCK_SEQUENCES)]
@@ -156,7 +156,7 @@ class BlockGroup(Group[SequenceBlocks]):
 
     def most_verified(self, seq: EngineSequence) -> int:
         """Tokens of the next block of a sequence, at most."""
-        return self._most_verified(self._blocks(self._number(seq), BLOCK), seq.num_cached)
+        return self._most_verified(self._blocks(self._number(seq), BLOCK_TOKENS), seq.num_cached)
 
     def is_ahead(self, seq: EngineSequence) -> bool:
         step = self._ahead.get(self._number(seq))
@@ -164,7 +164,7 @@ class BlockGroup(Group[SequenceBlocks]):
 
     def _most_verified(self, slots: Slots, num_cached: int) -> int:
         stretch = reach(slots.layers[0].kv)
-        return min(BLOCK, stretch - num_cached % stretch)
+        return min(BLOCK_TOKENS, stretch - num_cached % stretch)
 
     def check(self, seqs: Sequence[EngineSequence], proposals: Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
@@ -176,7 +176,7 @@ class BlockGroup(Group[SequenceBlocks]):
         number, counts = self._number(seqs[0]), [proposal.drafts for proposal in proposals if proposal.drafts]
         ahead = self._ahead.pop(number, None)
         with self._setting_up() as setup:
-            slots = self._blocks(number, BLOCK)
+            slots = self._blocks(number, BLOCK_TOKENS)
             kind = setup.prepare(slots, "dense", _are_constrained(seqs))
             if places:
                 of_drafts = self._session.slots(len(places), self._rules)
@@ -209,7 +209,7 @@ class BlockGroup(Group[SequenceBlocks]):
             after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
         every, read = tokens_of(on_host), drafted.tolist()
-        chosen = [every[first : first + BLOCK] for first in range(0, len(every), BLOCK)]
+        chosen = [every[first : first + BLOCK_TOKENS] for first in range(0, len(every), BLOCK_TOKENS)]
         proposed = [_resolved(fed[seq][1:], read) for seq in seqs]
         following = self._following(seqs, proposed, chosen)
         if after is not None:
@@ -225,7 +225,7 @@ class BlockGroup(Group[SequenceBlocks]):
         longest = max(proposal.drafts for proposal in proposals)
         if not longest:
             return list(proposals)
-        slots = self._blocks(self._number(seqs[0]), BLOCK)
+        slots = self._blocks(self._number(seqs[0]), BLOCK_TOKENS)
         left = [seq.request.length - seq.num_cached for seq in seqs]
         most = [min(one, self._most_verified(slots, seq.num_cached)) - 1 for seq, one in zip(seqs, left)]
         return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
@@ -266,7 +266,7 @@ class BlockGroup(Group[SequenceBlocks]):
         free = [0] * (of_drafts.num_slots - len(drafts.places))
         places = [self._place(place.seq) for place in drafts.places]
         number, verified = uploaded(torch.tensor([places + free, drafts.counts + free]), slots.tokens.device)
-        chosen, proposed = slots.tokens.view(-1, BLOCK)[number], drafts.tokens.view(-1, of_drafts.num_slots).T
+        chosen, proposed = slots.tokens.view(-1, BLOCK_TOKENS)[number], drafts.tokens.view(-1, of_drafts.num_slots).T
         steps = torch.arange(proposed.shape[1], device=chosen.device)
         right = (chosen[:, : len(steps)] == proposed) & (steps < verified.unsqueeze(1))
         accepted = right.long().cumprod(1).sum(1)

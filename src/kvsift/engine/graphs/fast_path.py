@@ -109,7 +109,7 @@ class FastPath:
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
         return asked and reason(model, FusedStep.objections) is None
 
-    def reason_uncaptured(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
+    def reason_plan_uncaptured(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
         """Why decode steps of a model with these settings are not captured; None: they are.
 
         Raises:

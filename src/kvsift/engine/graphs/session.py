@@ -16,7 +16,7 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
 
-BLOCK = 8  # tokens: as many as one answer is worth drafting
+BLOCK_TOKENS = 8  # as many as one answer is worth drafting
 BLOCK_SEQUENCES = 4  # that are verified together: products of 32 sequences take hardly longer than those of one
 STEADY_SLOTS = 16  # as many as sequences may take steps together
 Crossover = Callable[[Slots, Rule], int]
@@ -92,10 +92,11 @@ class Session:
         """Return slots of at least so many sequences with a block of ``size`` tokens each, whose steps write the
         summaries of these rules; others for each number.
 
-        Where bits depend on the number of sequences, there are ``BLOCK_SEQUENCES`` sequences with ``BLOCK`` tokens.
+        Where bits depend on the number of sequences, there are ``BLOCK_SEQUENCES`` sequences with
+        ``BLOCK_TOKENS`` tokens.
         """
         cache = self._ready(rules)
-        key = (number, _bucket(seqs), size) if self.keeps_bits else (number, BLOCK_SEQUENCES, BLOCK)
+        key = (number, _bucket(seqs), size) if self.keeps_bits else (number, BLOCK_SEQUENCES, BLOCK_TOKENS)
         if key not in self._blocks:
             self._blocks[key] = self._new_slots(cache, [None], key[1] * key[2], block=key[2])
         return self._blocks[key]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import DamagedFile, InputError, WrongFile, one_line
-from kvsift.kernels.skinny_product import BLOCK_INS
-from kvsift.native.packed import BLOCK
+from kvsift.kernels.skinny_product import SCALE_INS
+from kvsift.native.packed import PACKED_INS
 
 Shape = tuple[int, ...]
 Block = tuple[int | None, int | None]  # outputs and inputs that share a scale, None for all
@@ -105,8 +105,10 @@ class StoredFormat:
     @property
     def _is_taken(self) -> bool:
         if self.names.kind[0] == "float":
-            return all(ins in (None, BLOCK_INS) for _, ins in self.blocks)
-        sizes = [outs in (1, None) and (ins is None or (ins > 0 and ins % BLOCK == 0)) for outs, ins in self.blocks]
+            return all(ins in (None, SCALE_INS) for _, ins in self.blocks)
+        sizes = [
+            outs in (1, None) and (ins is None or (ins > 0 and ins % PACKED_INS == 0)) for outs, ins in self.blocks
+        ]
         return all(sizes) and self.bits in self.names.kind[1]
 
     @property
@@ -164,9 +166,9 @@ class StoredFormat:
         if dtype not in SCALE_DTYPES:
             raise WrongFile(f"{scales} in {folder} is {dtype}; kvsift reads scales of {', '.join(SCALE_DTYPES)}.")
         expected, is_float = [], names.kind[0] == "float"
-        blocks = [block for block in self.blocks if is_float or num_in % (block[1] or BLOCK) == 0]
+        blocks = [block for block in self.blocks if is_float or num_in % (block[1] or PACKED_INS) == 0]
         if not blocks:
-            size = self.blocks[0][1] or BLOCK
+            size = self.blocks[0][1] or PACKED_INS
             raise DamagedFile(f"{layer} in {folder} has {num_in} inputs, which are not whole groups of {size}.")
         for outs, ins in blocks:
             counts = -(-num_out // (outs or num_out)), -(-num_in // (ins or num_in))
