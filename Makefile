@@ -53,7 +53,7 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_plugin
 
-test-protocol: $(VENV)/installed-dev $(CLIENTS:%=%/installed) $(MODULES)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, those of agents and of benchmarks, and schemathesis: ten minutes; needs node, and chromium for two tests
+test-protocol: $(VENV)/installed-dev $(CLIENTS:%=%/installed) $(MODULES)/.installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, those of agents and of benchmarks, and schemathesis: ten minutes; needs node, and chromium for two tests
 	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
 	for clients in $(CLIENTS); do $$clients/bin/python -m pip list --not-required; done
 	npm ls --prefix tests/protocol
@@ -109,7 +109,7 @@ $(CLIENTS:%=%/installed):  # aider wants exact versions of what others share wit
 	for package in $(PACKAGES); do $(@D)/bin/python -m pip install --quiet "$$package" || exit 1; done
 	@touch $@
 
-$(MODULES)/installed: tests/protocol/package.json
+$(MODULES)/.installed: tests/protocol/package.json
 	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
