@@ -19,6 +19,10 @@ GPU_TEST_WORKERS ?= 8
 VLLM := .venv-vllm
 PROTOCOL := .venv-protocol
 AGENTS := .venv-agents
+AIDER := .venv-aider
+MEASURE := .venv-measure
+CLIENTS := $(PROTOCOL) $(AGENTS) $(AIDER) $(MEASURE)
+MODULES := tests/protocol/node_modules
 
 .PHONY: demo test test-slow test-real test-page test-gpu test-vllm test-protocol soak lint docs tables clean
 
@@ -49,10 +53,10 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_plugin
 
-test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(AGENTS)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, those of agents, schemathesis and vllm bench: ten minutes; needs node, and chromium for one test
+test-protocol: $(VENV)/installed-dev $(CLIENTS:%=%/installed) $(MODULES)/.installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, those of agents and of benchmarks, and schemathesis: ten minutes; needs node, and chromium for two tests
 	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
-	$(PROTOCOL)/bin/python -m pip list --not-required
-	$(AGENTS)/bin/python -m pip list --not-required
+	for clients in $(CLIENTS); do $$clients/bin/python -m pip list --not-required; done
+	npm ls --prefix tests/protocol
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protocol tests/protocol
 
 MINUTES ?= 10
@@ -93,17 +97,20 @@ $(VLLM)/installed: pyproject.toml CMakeLists.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-$(PROTOCOL)/installed: tests/protocol/package.json
-	$(PYTHON) -m venv $(PROTOCOL)
-	$(PROTOCOL)/bin/python -m pip install --quiet langchain-openai "openai>=2" "schemathesis>=4,<5"
-	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
+$(PROTOCOL)/installed: PACKAGES := langchain-openai 'openai>=2' 'schemathesis>=4,<5'
+$(AGENTS)/installed: PACKAGES := anthropic haystack-ai instructor litellm llama-index-llms-openai-like llm openai-agents \
+  'pydantic-ai-slim[openai]'
+$(AIDER)/installed: PACKAGES := aider-chat
+$(MEASURE)/installed: PACKAGES := guidellm 'lm-eval[api]'
+$(CLIENTS:%=%/installed):  # aider wants exact versions of what others share with it, guidellm torch
+	$(PYTHON) -m venv $(@D)
+	test $(@D) != $(MEASURE) || scripts/install-torch $(@D)/bin/python
+	@# one by one: for all of them at once pip tries versions for more than a quarter of an hour
+	for package in $(PACKAGES); do $(@D)/bin/python -m pip install --quiet "$$package" || exit 1; done
 	@touch $@
 
-CLIENTS := anthropic haystack-ai instructor litellm llama-index-llms-openai-like openai-agents pydantic-ai-slim[openai]
-$(AGENTS)/installed:
-	$(PYTHON) -m venv $(AGENTS)
-	@# one by one: for all of them at once pip tries versions for more than a quarter of an hour
-	for client in $(CLIENTS); do $(AGENTS)/bin/python -m pip install --quiet "$$client" || exit 1; done
+$(MODULES)/.installed: tests/protocol/package.json
+	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
 $(COMPAT)/installed: $(VENV)/installed-dev
@@ -112,4 +119,4 @@ $(COMPAT)/installed: $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PROTOCOL) $(AGENTS) tests/protocol/node_modules .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(MODULES) .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

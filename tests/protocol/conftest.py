@@ -10,11 +10,11 @@ import pytest
 from server.serving import OPTIONS, SCRIPTED, Served, write_endless_model
 
 ROOT = Path(__file__).parents[2]
-TOOLS, AGENTS = ROOT / ".venv-protocol" / "bin", ROOT / ".venv-agents" / "bin"
+TOOLS, AGENTS, AIDER, MEASURE = (ROOT / f".venv-{name}" / "bin" for name in ("protocol", "agents", "aider", "measure"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = not TOOLS.exists() or shutil.which("node") is None
+    missing = shutil.which("node") is None or not all(each.exists() for each in (TOOLS, AGENTS, AIDER, MEASURE))
     for item in items:
         if Path(__file__).parent in item.path.parents and missing:
             item.add_marker(pytest.mark.skip(reason="make test-protocol installs the clients, and needs node"))

@@ -2,12 +2,18 @@
 
 Every client offers a tool, ``weather``, is told to call it for Paris, and sends back the result; it is answered then
 with "The result of weather is rain in Paris." (``server/fake_worker.py``). Those of a name with structured, json or
-schema, and Instructor, ask for a place, which is Paris.
+schema, and Instructor, ask for a place, which is Paris. Aider has no tools, and writes the answer into a file.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 URL = sys.argv[1]
@@ -38,8 +44,6 @@ def anthropic() -> str:
 
 
 def litellm(model: str = "hosted_vllm/tiny", base: str = f"{URL}/v1") -> str:
-    import json
-
     import litellm
 
     tools = [{"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}]
@@ -152,6 +156,25 @@ def openai_agents(kind: str = "OpenAIChatCompletionsModel") -> str:
 
 def openai_agents_responses() -> str:
     return openai_agents("OpenAIResponsesModel")
+
+
+def llm() -> str:
+    with TemporaryDirectory() as folder:
+        model = {"model_id": "tiny", "model_name": "tiny", "api_base": BASE["base_url"], "supports_tools": True}
+        Path(folder, "extra-openai-models.yaml").write_text(json.dumps([model]))
+        command = [str(Path(sys.executable).with_name("llm")), "-m", "tiny", "--functions", inspect.getsource(weather)]
+        environment = {**os.environ, "LLM_USER_PATH": folder}
+        return subprocess.check_output([*command, QUESTION], env=environment, text=True).strip()
+
+
+def aider() -> str:
+    with TemporaryDirectory() as folder:
+        subprocess.run([
+            sys.executable, "-m", "aider", "--model", "openai/tiny", "--openai-api-base", BASE["base_url"],
+            "--openai-api-key", "any", "--edit-format", "whole", "--no-git", "--yes-always", "--no-check-update",
+            "--no-show-model-warnings", "--message", f"say note.txt\n```\n{weather('Paris')}\n```\n", "note.txt",
+        ], cwd=folder, env={**os.environ, "HOME": folder}, stdout=sys.stderr, check=True)  # fmt: skip
+        return Path(folder, "note.txt").read_text().strip()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from server.serving import Served
 from soak.clients import Course, ask_on
-from soak.questions import PLANS, questions
+from soak.questions import PLANS, questions, write_chat_model
 from soak.villains import VILLAINS, delete, documents, haunt
 from soak.watch import Calm, calm, engine
 
@@ -142,10 +142,11 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=50)
     options = parser.parse_args()
     begun = time.monotonic()
-    asked = questions(options.questions)
-    print(f"{len(asked)} questions answered alone in {time.monotonic() - begun:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        served = Served(Path(folder), *OPTIONS)
+        model = write_chat_model(Path(folder, "model"))
+        asked = questions(model, options.questions)
+        print(f"{len(asked)} questions answered alone in {time.monotonic() - begun:.0f} s", flush=True)
+        served = Served(Path(folder), str(model), *OPTIONS)
         course = Course(served.url, asked)
         soak = Soak(served, course, options.minutes * 60, options.clients)
         try:

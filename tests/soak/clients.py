@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from soak.questions import Question
+from soak.questions import Question, call_text
 from soak.wire import Head, Lost, Wire
 
 ENDS = "engine_lost", "server_draining"  # codes of answers that may fail: two crashes, and the end of the server
@@ -170,11 +170,16 @@ async def _stream(course: Course, wire: Wire, head: Head, question: Question) ->
 def _text(choice: dict[str, Any]) -> str:
     if "text" in choice:
         return choice["text"]
-    return (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+    message = choice.get("message") or choice.get("delta") or {}
+    calls = (each["function"] for each in message.get("tool_calls", ()))
+    return (message.get("content") or "") + "".join(
+        call_text(each.get("name", ""), each["arguments"]) for each in calls
+    )
 
 
 def _check(course: Course, question: Question, found: list[tuple[str, str]]) -> None:
     course.counts["answers"] += 1
+    course.counts["answers that call tools"] += any(end == "tool_calls" for _, end in found)
     if found != question.answers:
         course.fault(f"wrong: {found} instead of {question.answers} to {str(question.body)[-200:]}")
 
