@@ -151,10 +151,11 @@ class StepSequence {
   bool by_extremes() const { return selects() && !sequence.rule.by_sketches; }
   bool ranks(std::size_t layer) const { return !is_dense(layer) && selects() && (sequence.rule.num_units > 0 || sequence.rule.rest); }
   bool estimates(std::size_t layer) const { return !is_dense(layer) && by_sketches() && sequence.rule.rest; }
-  // Parts that the ranking of a KV head has. With no more threads than heads it is not cut: what a thread has written and
-  // another reads, or writes for the next layer, moves between their caches.
+  // Parts that the ranking of a KV head has. It is not cut where threads take about as many heads each: what a thread has
+  // written and another reads, or writes for the next layer, moves between their caches.
   std::int64_t num_parts(const Decoder& decoder, int threads) const {
-    if (threads <= decoder.num_kv_heads) return 1;
+    const std::int64_t rounds = (decoder.num_kv_heads + threads - 1) / threads;  // of heads, in which threads may idle
+    if (3 * rounds * threads <= 4 * decoder.num_kv_heads) return 1;
     if (by_sketches()) return SketchHead::num_tasks(sketched.count, sequence.sketch);
     return (sequence.rule.num_candidates + kScoredPages - 1) / kScoredPages;
   }

@@ -10,12 +10,12 @@ from models.tiny import prompt, tiny
 from torch import Tensor, nn
 
 from kvsift.kernels.linear import linear_triton
-from kvsift.kernels.scaled_weight import FP8, ScaledWeight
+from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.native_step import NativeStep
 from kvsift.models.projection import Projection
 from kvsift.models.quantized import put_weights
-from kvsift.models.scaled_linear import ScaledLinear
+from kvsift.models.scaled_linear import ScaledExperts, ScaledLinear
 from kvsift.plan.capabilities import reason
 
 CPU, IN = torch.device("cpu"), 192
@@ -122,3 +122,13 @@ def test_the_core_takes_no_step_of_eight_bits() -> None:
     step = FusedStep(model)
     assert not step.keeps_bits
     assert reason(step, NativeStep.of_weights) == "the core does not multiply with its weights"
+
+
+def test_experts_may_have_8_bits_in_one_of_their_weights() -> None:
+    model = tiny("Qwen3Moe")
+    experts = model.model.layers[0].mlp.experts
+    down = experts.down_proj.detach().clone()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    put_weights(model, {name: ScaledStack.of(experts.gate_up_proj.detach())})
+    assert isinstance(experts.gate_up_proj, ScaledExperts)
+    assert torch.equal(experts.down_proj, down)

@@ -162,6 +162,8 @@ def _report(soak: Soak, course: Course) -> int:
         if after > LEAK * before:
             course.fault(f"memory of the {name} grew from {before / 1e6:.1f} to {after / 1e6:.1f} MB")
         print(f"{name:28}{before / 1e6:8.1f} MB -> {after / 1e6:.1f} MB ({after / before - 1:+.1%})")
+    if not course.counts["answers that call tools"]:
+        course.fault("no answer called a tool")
     for name, count in sorted(course.counts.items()):
         print(f"{name:28}{count:8}")
     print(f"{'exit code of the server':28}{soak.exit_code!s:>8}")

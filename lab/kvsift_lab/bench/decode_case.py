@@ -29,7 +29,7 @@ from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.slot_states import other_layers
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.hf.state_snapshot import NO_TOKENS
-from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
+from kvsift.models.scaled_linear import Int4Linear, ScaledExperts, ScaledLinear
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
@@ -191,7 +191,7 @@ def read_bytes(tallies: Sequence[Tally]) -> float:
 def weight_bytes(model: Any) -> int:
     """Return the bytes of the weights that a step reads: all but an input embedding, of which it looks up rows."""
     weights = list(dict(model.named_parameters()).values())  # shared ones once
-    rounded = (module for module in model.modules() if isinstance(module, ScaledLinear | Int4Linear))
+    rounded = (module for module in model.modules() if isinstance(module, ScaledLinear | Int4Linear | ScaledExperts))
     weights += [each for module in rounded for each in module.buffers()]
     total = sum(weight.numel() * weight.element_size() for weight in weights)
     embedding = model.get_input_embeddings().weight

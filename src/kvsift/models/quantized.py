@@ -131,7 +131,7 @@ class GroupedCodes:
 
 def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
     """Replace the modules whose weights have these names, and the head of a tied embedding; linear layers keep their
-    biases, and experts are replaced where both of their weights are given.
+    biases.
 
     Raises:
         InputError: naming a module that cannot have such a weight.
@@ -142,11 +142,11 @@ def put_weights(model: nn.Module, weights: Mapping[str, Held]) -> None:
         weight = by_id.get(id(module._parameters.get("weight")))
         if weight is not None:
             model.set_submodule(name, _module_of(name, module, weight))
-        gate_up, down = (by_id.get(id(module._parameters.get(each))) for each in ("gate_up_proj", "down_proj"))
+        stacks = {each: by_id.get(id(module._parameters.get(each))) for each in EXPERTS}
+        gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
         if isinstance(gate_up, PackedStack) and isinstance(down, PackedStack):
             model.set_submodule(name, PackedExperts(gate_up, down, module.gate_up_proj.dtype))
-        elif isinstance(gate_up, ScaledStack) and isinstance(down, ScaledStack):
-            _put_experts(module, {"gate_up_proj": gate_up, "down_proj": down})
+        _put_experts(module, {each: stack for each, stack in stacks.items() if isinstance(stack, ScaledStack)})
 
 
 def _put_experts(experts: nn.Module, weights: Mapping[str, ScaledStack]) -> None:

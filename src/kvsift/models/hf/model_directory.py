@@ -397,7 +397,7 @@ class ModelDirectory:
             )
         if self.quantize is not None:
             round_linears(model, device, dtype, self.quantize)
-        if self.precision is not None and self.config.model_type in EXPERT_TYPES:
+        if name is not None and self.keeps_bits(device, dtype) and self.config.model_type in EXPERT_TYPES:
             take_experts(model)
         for path, module in model.named_modules():
             if path.endswith("embed_tokens_per_layer") and module.num_embeddings < self.config.vocab_size:
