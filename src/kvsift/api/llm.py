@@ -287,7 +287,7 @@ class LLM(Engine):
             timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
                 does.
             grammar: what the text of the answer must be, such as ``kvsift.Grammar.json(schema)``; the answer ends where
-                nothing may follow. Captured steps cannot.
+                nothing may follow.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
                 attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
             passages: keep which characters of the prompt were selected (composed steps).
