@@ -10,14 +10,23 @@ import pytest
 from server.serving import OPTIONS, SCRIPTED, Served, write_endless_model
 
 ROOT = Path(__file__).parents[2]
-TOOLS, AGENTS, AIDER, MEASURE = (ROOT / f".venv-{name}" / "bin" for name in ("protocol", "agents", "aider", "measure"))
+MODULES = Path(__file__).parent / "node_modules"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = shutil.which("node") is None or not all(each.exists() for each in (TOOLS, AGENTS, AIDER, MEASURE))
-    for item in items:
-        if Path(__file__).parent in item.path.parents and missing:
-            item.add_marker(pytest.mark.skip(reason="make test-protocol installs the clients, and needs node"))
+def program(environment: str, name: str = "python") -> str:
+    """A program of one of the environments of clients, ``.venv-*``; without that environment the test is skipped."""
+    path = ROOT / f".venv-{environment}" / "bin" / name
+    if not path.parent.exists():
+        pytest.skip(f"make test-protocol installs the clients of .venv-{environment}")
+    return str(path)
+
+
+def node() -> str:
+    """The program that runs clients in JavaScript; without it or them the test is skipped."""
+    path = shutil.which("node")
+    if path is None or not MODULES.exists():
+        pytest.skip("make test-protocol installs the clients in JavaScript, and needs node")
+    return path
 
 
 @pytest.fixture(scope="session")

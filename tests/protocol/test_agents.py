@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from protocol.conftest import AGENTS, AIDER, TOOLS
+from protocol.conftest import node, program
 from server.serving import Served
 
 pytestmark = pytest.mark.protocol
@@ -28,10 +28,11 @@ RESULTS = {"llama_index": "rain in Paris", "aider": "rain in Paris", **dict.from
     "pydantic_ai_responses",
 ])  # fmt: skip
 def test_a_client_calls_a_tool_and_is_answered(client: str, scripted: Served) -> None:
-    folder = TOOLS if client.startswith("langchain") else AIDER if client == "aider" else AGENTS
-    command = [str(folder / "python"), "-W", "ignore", str(SCENES), scripted.url, client]
     if client.startswith("ai_sdk"):
-        command = ["node", str(SCENES.with_suffix(".mjs")), scripted.url, client]
+        command = [node(), str(SCENES.with_suffix(".mjs")), scripted.url, client]
+    else:
+        environment = "protocol" if client.startswith("langchain") else "aider" if client == "aider" else "agents"
+        command = [program(environment), "-W", "ignore", str(SCENES), scripted.url, client]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     told = "The result of weather is rain in Paris."

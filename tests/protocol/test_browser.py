@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from page.conftest import browser  # noqa: F401
+from protocol.conftest import MODULES, node
 from server.serving import OPTIONS, Served
 
 pytestmark = pytest.mark.protocol
-MODULES = Path(__file__).parent / "node_modules"
 SCENE = """async (baseURL) => {
   const { default: OpenAI } = await import("/openai/index.mjs");
   const options = { apiKey: "secret", dangerouslyAllowBrowser: true, maxRetries: 1, timeout: 20000 };
@@ -47,6 +47,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def origins() -> Iterator[list[str]]:
     """Two origins that serve npm's packages."""
+    node()
     servers = [ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(MODULES))) for _ in range(2)]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -12,24 +12,24 @@ from typing import Any
 
 import httpx
 import pytest
-from protocol.conftest import TOOLS
+from protocol.conftest import node, program
 from server.serving import PLAN, Served, metric, until
 
 import kvsift
 
 pytestmark = pytest.mark.protocol
 HERE = Path(__file__).parent
-COMMANDS = {"python": [str(TOOLS / "python"), str(HERE / "client.py")], "node": ["node", str(HERE / "client.mjs")]}
 Play = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(params=COMMANDS)
+@pytest.fixture(params=["python", "node"])
 def play(request: pytest.FixtureRequest) -> Play:
     """Begins a scene of a client."""
+    is_python = request.param == "python"
+    client = [program("protocol"), str(HERE / "client.py")] if is_python else [node(), str(HERE / "client.mjs")]
 
     def begin(served: Served, scene: str) -> subprocess.Popen[str]:
-        command = [*COMMANDS[request.param], served.url, scene]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen([*client, served.url, scene], stdout=subprocess.PIPE, text=True)
 
     return begin
 

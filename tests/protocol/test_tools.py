@@ -9,14 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from protocol.conftest import MEASURE, ROOT, TOOLS
+from protocol.conftest import program
 from server.serving import Served
 
 from kvsift.models.embedded import embedded_model
 
 pytestmark = pytest.mark.protocol
 EMBEDDED = embedded_model()
-VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -29,7 +28,7 @@ main(parser.parse_args())
 def test_the_description_is_true(server: Served, tmp_path: Path) -> None:
     """Not checked: that whatever fits the schema is answered. A prompt may be too long, and a plan not served."""
     command = [
-        *(str(TOOLS / "st"), "run", f"{server.url}/openapi.json", "--url", server.url, "--max-examples", "20"),
+        *(program("protocol", "st"), "run", f"{server.url}/openapi.json", "--url", server.url, "--max-examples", "20"),
         *("--exclude-checks", "positive_data_acceptance", "--generation-deterministic", "--workers", "1"),
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
@@ -37,14 +36,13 @@ def test_the_description_is_true(server: Served, tmp_path: Path) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.skipif(not VLLM.exists(), reason="make test-protocol installs vLLM")
 @pytest.mark.parametrize(
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
 def test_vllm_measures_the_server(embedded: Served, tmp_path: Path, backend: str, endpoint: str) -> None:
     """As a user of vLLM would; it asks that ends of texts are ignored."""
     command = [
-        *(str(VLLM), "-c", BENCH, "--backend", backend, "--base-url", embedded.url, "--endpoint", endpoint),
+        *(program("vllm"), "-c", BENCH, "--backend", backend, "--base-url", embedded.url, "--endpoint", endpoint),
         *("--model", "embedded", "--tokenizer", str(EMBEDDED), "--dataset-name", "random", "--num-prompts", "12"),
         *("--random-input-len", "200", "--random-output-len", "16", "--request-rate", "4", "--ignore-eos"),
     ]
@@ -58,7 +56,7 @@ def test_vllm_measures_the_server(embedded: Served, tmp_path: Path, backend: str
 def test_guidellm_measures_the_server(embedded: Served, tmp_path: Path) -> None:
     """It asks for running numbers in streams, and that ends of texts are ignored."""
     command = [
-        *(str(MEASURE / "guidellm"), "run", "--backend", f"kind=openai_http,target={embedded.url},model=embedded"),
+        *(program("measure", "guidellm"), "run", "--backend", f"kind=openai_http,target={embedded.url},model=embedded"),
         *("--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=8"),
         *("--tokenizer", f"kind=hf_auto,model={EMBEDDED}", "--output", "kind=json,path=found.json"),
         *("--data", "kind=synthetic_text,prompt_tokens=200,output_tokens=16", "--disable-console"),
@@ -89,7 +87,7 @@ def test_lm_eval_scores_answers_and_likelihoods(embedded: Served, tmp_path: Path
         (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, "doc_to_text": "text", **data, **task}))
     model = f"model=embedded,tokenizer={EMBEDDED},base_url={embedded.url}/v1/completions"
     command = [
-        *(str(MEASURE / "lm_eval"), "run", "--model", "local-completions", "--model_args", model),
+        *(program("measure", "lm_eval"), "run", "--model", "local-completions", "--model_args", model),
         *("--tasks", ",".join(tasks), "--include_path", str(tmp_path), "--output_path", "found.json"),
     ]
     run_offline(command, tmp_path)
