@@ -89,3 +89,10 @@ def test_texts_are_shorter_where_memory_is_short(model: Path, monkeypatch: pytes
     for free, expected in ((None, 4096), (need(4096), 4096), (need(4096) - 1, 2048), (need(1024), 1024), (0, 512)):
         monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device, free=free: free)
         assert _scored_context(llm, 1000) == expected
+
+
+def test_states_of_all_texts_leave_less_memory_for_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, counted = LLM(model, device="cpu", dtype="float32", path="eager"), list[object]()
+    monkeypatch.setattr("kvsift.engine.memory.unpaged_bytes", lambda *given: counted.append(given[3:5]) or 0)
+    _scored_context(llm, 1000)
+    assert counted == [(17, True)], "sixteen texts and the document that is timed, in captured steps"

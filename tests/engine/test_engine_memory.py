@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import stories
 import torch
+from engine.test_hybrid_steps import write_family
 from engine.tiny_directory import POSITIONS, text_of, write_model
 from refusals import refused
 from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
 
 from kvsift import LLM
+from kvsift.engine.executor import Executor
 from kvsift.engine.memory import (
     GIB,
     RUNTIME_BYTES,
@@ -27,6 +29,7 @@ from kvsift.engine.memory import (
 from kvsift.models.hf.model_directory import LayerKV, ModelDirectory
 from kvsift.plan.placement import Placement
 from kvsift.plan.syntax import parse_plan
+from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.reader import DECODED_TOKENS
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
@@ -148,6 +151,9 @@ def test_sparse_prefill_of_8_bits_decodes_all_of_a_layer_at_once(tmp_path: Path)
     dense, sparse = (predict_bytes(*given, parse_plan(plan)) for plan in ("quest", "prefill=quoka,decode=quest"))
     assert sparse - dense == ((1 << 17) - DECODED_TOKENS) * 2 * 8 * 128 * 2
 
+    one, four = (predict_bytes(*given, parse_plan("prefill=quoka,decode=quest"), num_seqs) for num_seqs in (1, 4))
+    assert one - four == (3 << 15) * 2 * 8 * 128 * 2, "of four sequences one prefills at a time"
+
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("method", ["sketch", "quest"])
@@ -234,6 +240,43 @@ def test_the_foretold_peak_is_about_the_real_one(tmp_path: Path, dtype: str) -> 
     assert 0.5 < foretold_growth / growth < 2
 
 
+def test_states_count_in_the_dtype_they_will_have(tmp_path: Path) -> None:
+    """Convolutions keep that of the model, delta nets float32."""
+    lfm2, qwen = (ModelDirectory.check(write_family(tmp_path / name, name)) for name in ("Lfm2", "Qwen3_5"))
+    wide, narrow = (lfm2.linear_state_bytes(dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert wide == 2 * narrow > 0
+    wide, narrow = (qwen.linear_state_bytes(dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert narrow < wide < 2 * narrow
+
+
+@pytest.mark.parametrize("path", ["auto", "eager"])
+def test_states_of_the_next_sequence_are_no_room_for_pages(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = list[int]()
+    for states in (0, 1 << 30):
+        monkeypatch.setattr(ModelDirectory, "linear_state_bytes", lambda self, dtype, states=states: states)
+        executor = Executor(LLM(write_model(tmp_path), path=path, device="cpu", dtype="float32"))
+        monkeypatch.setattr("kvsift.engine.executor.available_bytes", lambda device: 16 << 30)
+        rooms.append(executor.room(KVPool()))
+    copies = {"auto": 1, "eager": 1 + 1 + 3}[path]  # in its cache, and in a slot with three steps that may be forgotten
+    assert rooms[1] / rooms[0] == pytest.approx(1 - copies / 16, abs=1e-4)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("path", ["auto", "eager"])
+def test_prompts_that_fit_one_after_the_other_are_not_refused(
+    path: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(llama, path=path, device="cpu", dtype="float32")
+    ids = [0] * 2000
+    needed = predict_bytes(llm.directory, llm.device, llm.dtype, 2004, llm.chunk_size)
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: needed)
+    llm.check([ids] * 9, 4)
+    with refused("not_enough_memory: float32"):
+        llm.check([ids, [0] * 2001], 4)
+
+
 @pytest.mark.parametrize("path", ["auto", "eager"])
 def test_states_of_linear_layers_are_foretold(path: str, tmp_path: Path) -> None:
     """Eleven of 8.4 MB in float32: in the cache, in snapshots, and four times in the slots of captured steps."""
@@ -242,7 +285,7 @@ def test_states_of_linear_layers_are_foretold(path: str, tmp_path: Path) -> None
     found = list[list[int]]()
     for heads in (2, 32):
         directory = write_model(tmp_path / str(heads), "Qwen3_5", **layers, **dims, linear_num_value_heads=heads)
-        state = ModelDirectory.check(directory).linear_bytes
+        state = ModelDirectory.check(directory).linear_state_bytes(torch.float32)
         assert state == pytest.approx(11 * heads * 256 * 256 * 4, rel=0.05)  # and convolutions
         found.append([*map(int, stories.run(MEASURE_OF_STATES, str(directory), path).stdout.split())])
     peak, foretold = (large - small for small, large in zip(*found))

@@ -100,7 +100,7 @@ def _machine(device_name: str, dtype_name: str, model: str | None) -> dict[str, 
             "layers": _layers(directory),
             "keys and values": f"{directory.kv_bytes_per_token(dtype):,} bytes per token",
             "windows": f"{directory.window_bytes(dtype, sys.maxsize):,} bytes per sequence",
-            "states": f"{directory.linear_bytes:,} bytes per sequence",
+            "states": f"{directory.linear_state_bytes(dtype):,} bytes per sequence",
         },
     }
 

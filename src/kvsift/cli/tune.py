@@ -127,14 +127,18 @@ def tune(
 
 
 def _scored_context(llm: "LLM", timed: int) -> int:
-    """Tokens before those that are scored, of as many texts as fit in memory beside the ``timed`` tokens and the
-    weights."""
+    """Tokens before those that are scored, of as many texts as fit in memory beside a document of ``timed`` tokens and
+    the weights."""
     from kvsift.engine.memory import available_bytes, predict_bytes
 
     before, free = MOST_SCORED_CONTEXT[llm.device.type], available_bytes(llm.device)
     while before > LEAST_CONTEXT and free is not None:
         cached = timed + PIECES * (before + SCORED)
-        if predict_bytes(llm.directory, llm.device, llm.dtype, cached, llm.chunk_size, llm.place) <= free:
+        need = predict_bytes(  # prompts are prefilled densely
+            llm.directory, llm.device, llm.dtype, cached, llm.chunk_size, llm.place, num_seqs=PIECES + 1,
+            captured=llm.fast_path.enabled,
+        )  # fmt: skip
+        if need <= free:
             break
         before //= 2
     return before

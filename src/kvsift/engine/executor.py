@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from itertools import chain
@@ -14,7 +15,7 @@ from torch import Tensor
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.sequence_groups import Group, SequenceGroup
 from kvsift.engine.graphs.session import STEADY_SLOTS
-from kvsift.engine.memory import available_bytes, kv_bytes, stored_tokens, summary_share
+from kvsift.engine.memory import available_bytes, kv_bytes, stored_tokens, summary_share, unpaged_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.schedule import OPEN_SEQUENCES
@@ -414,10 +415,13 @@ class Executor:
         free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if device == runner.device:  # else the states of the next sequence are elsewhere
+            longest = runner.directory.max_positions or sys.maxsize
+            free -= unpaged_bytes(runner.directory, runner.dtype, longest, captured=runner.fast_path.enabled)
         stored = kv_bytes(runner.directory, runner.dtype, self.page_size, runner.place)
         page_bytes = stored * (1 + summary_share(runner.place))
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
-        return int(FREE_SHARE * free / max(page_bytes, present, 1))
+        return int(FREE_SHARE * max(free, 0) / max(page_bytes, present, 1))
 
     @cached_property
     def _fused(self) -> FusedModel | None:

@@ -46,42 +46,50 @@ def predict_bytes(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
     place: Placement = DEVICE, plan: Plan = DENSE, num_seqs: int = 1, captured: bool = False,
 ) -> int:  # fmt: skip
-    """Return the peak memory of a run over ``num_tokens`` of all sequences: weights, KV, summaries, states of layers
-    without pages, activations of one chunk."""
+    """Return the peak memory: of weights, KV, summaries, states of layers without pages, activations of one chunk.
+
+    Args:
+        num_tokens: those of all sequences, which are about as long as each other and are prefilled in turn.
+        captured: whether the sequences decode in the slots of captured steps.
+    """
     config = directory.config
     weights, kv = directory.weight_bytes(device, dtype), kv_bytes(directory, dtype, num_tokens, place)
-    states = other_bytes(directory, device, dtype, num_tokens, chunk_size, num_seqs, captured)
+    longest = -(-num_tokens // num_seqs)
+    states = unpaged_bytes(directory, dtype, longest, num_seqs, captured, _num_snapshots(device, longest, chunk_size))
     width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     if place.kv_dtype == "int8" and device.type != "cpu":  # as attention of a prompt reads them
         width = max((layer.num_kv_heads * layer.head_dim for layer in directory.full_layers), default=0)
-        decoded = num_tokens if plan.prefill is not None else min(num_tokens, DECODED_TOKENS)  # all of a sparse segment
+        decoded = longest if plan.prefill is not None else min(longest, DECODED_TOKENS)  # all of a sparse segment
         activations += decoded * width * 2 * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0
     return int(weights + kv * (1 + summary_share(place)) * (1 + room) + states + activations + runtime)
 
 
-def other_bytes(
-    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    num_seqs: int, captured: bool,
+def unpaged_bytes(
+    directory: ModelDirectory, dtype: torch.dtype, length: int, num_seqs: int = 1, captured: bool = False,
+    num_snapshots: int = 0,
 ) -> int:  # fmt: skip
-    """Return the size on the device of what layers without pages keep of sequences of ``num_tokens`` in all: in the
-    cache of each, in the slots of captured steps, which are a power of two, and on a CPU in snapshots."""
-    windows, linear = directory.window_bytes(dtype, num_tokens // num_seqs), directory.linear_bytes
+    """Return the size of what layers without pages keep of sequences of ``length`` tokens: in the cache of each, in the
+    slots of captured steps, whose number is a power of two, and in so many snapshots of each."""
+    windows, linear = directory.window_bytes(dtype, length), directory.linear_state_bytes(dtype)
     slots = 1 << (num_seqs - 1).bit_length() if captured else 0
-    # ``PrefixTree.thin``: of a prompt that is being read about one snapshot for each doubling of its length
-    snapshots = (num_tokens // chunk_size // num_seqs).bit_length() if device.type == "cpu" else 0
-    copies = num_seqs * (1 + snapshots)
+    copies = num_seqs * (1 + num_snapshots)
     return (windows + linear) * copies + slots * (windows + linear * (1 + KEPT_STEPS))
+
+
+def _num_snapshots(device: torch.device, length: int, chunk_size: int) -> int:
+    """Snapshots of a prompt in the memory of the device: by ``PrefixTree.thin`` about one for each doubling."""
+    return (length // chunk_size).bit_length() if device.type == "cpu" else 0
 
 
 def require_memory(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    place: Placement = DEVICE, plan: Plan = DENSE, num_seqs: int = 1, captured: bool = False,
+    place: Placement = DEVICE, plan: Plan = DENSE, captured: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse a run that does not fit; ``place`` may put most of the KV in host memory, and ``plan`` may evict most of
-    it during prefill. Arguments as for ``predict_bytes``.
+    """Refuse a sequence that does not fit; ``place`` may put most of its KV in host memory, and ``plan`` may evict most
+    of it during prefill. Arguments as for ``predict_bytes``.
 
     Raises:
         InputError: with the memory needed, the memory free, and what would help.
@@ -92,14 +100,15 @@ def require_memory(
     if on_host:
         on_device += place.store.device_tokens(num_tokens, summary_share(place), **dict(place.knobs))
     there = DEVICE if on_host else place
-    need = predict_bytes(directory, device, dtype, on_device, chunk_size, there, plan, num_seqs, captured)
+    need = predict_bytes(directory, device, dtype, on_device, chunk_size, there, plan, captured=captured)
     free = available_bytes(device)
     if on_host:
         require_host_memory(directory, dtype, num_tokens, place)
     if free is None or need <= free:
         return
     kv = kv_bytes(directory, dtype, num_stored, there)
-    kv += other_bytes(directory, device, dtype, num_tokens, chunk_size, num_seqs, captured)
+    snapshots = _num_snapshots(device, num_tokens, chunk_size)
+    kv += unpaged_bytes(directory, dtype, num_tokens, captured=captured, num_snapshots=snapshots)
     kv_dtype = str(dtype).removeprefix("torch.") if place.kv_dtype == "auto" else place.kv_dtype
     weights, where = directory.num_weight_bytes, "on disk"
     if directory.gguf is not None:

@@ -41,7 +41,6 @@ from kvsift.types import Objections
 
 CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
 PARTS = "for instance its end, as tail gives it, lines that grep finds, or one part after the other"
-MOST_OPEN = 128  # sequences of a GPU at once: twice those of a captured step (``engine.schedule``)
 log = logging.getLogger("kvsift")
 
 
@@ -182,12 +181,10 @@ class ModelRunner(Uncopied):
         check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
         plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
-            captured, num_seqs = self.fast_path.enabled, 1
-            if captured:  # all sequences are cached together
-                total, num_seqs = sum(len(ids) + max_new_tokens for ids in prompts), min(len(prompts), MOST_OPEN)
-            require_memory(
-                self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan, num_seqs, captured
-            )
+            require_memory(  # of the longest prompt: others wait until there is memory for them
+                self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan,
+                self.fast_path.enabled,
+            )  # fmt: skip
 
     def request(
         self, ids: Sequence[int], plan: Plan, options: GenerateOptions, streamed: bool = False,

@@ -57,7 +57,7 @@ from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, QuantizedCheckpoint
-from kvsift.models.hf.state_snapshot import linear_bytes
+from kvsift.models.hf.state_snapshot import linear_states
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
 
@@ -265,13 +265,18 @@ class ModelDirectory:
         windows = ((layer.size, layer.window) for layer in self.kv_layers if layer.window is not None)
         return sum(size * min(window, num_tokens) for size, window in windows) * dtype.itemsize
 
+    def linear_state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the size of the states of a sequence in linear-attention, Mamba and convolution layers of a model in
+        this dtype; 0 without any. Delta nets keep theirs in float32 in any case."""
+        sizes = ((each.numel(), dtype if each.dtype == torch.bfloat16 else each.dtype) for each in self._linear_states)
+        return sum(number * kept.itemsize for number, kept in sizes)
+
     @cached_property
-    def linear_bytes(self) -> int:
-        """Size of the states of a sequence in linear-attention, Mamba and convolution layers, as a model without memory
-        has them; 0 without any."""
+    def _linear_states(self) -> Sequence[torch.Tensor]:
+        """The states of a sequence in linear layers, as a model in bfloat16 without memory has them."""
         cache, verbosity = DynamicCache(config=self.config), transformers_logging.get_verbosity()
         if not any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
-            return 0
+            return ()
         config = copy(self.config)
         vars(config).pop("quantization_config", None)
         transformers_logging.set_verbosity_error()  # kernels that are not installed are of no interest here
@@ -284,7 +289,7 @@ class ModelDirectory:
             log.warning("%s: the states of its linear layers are not counted: %s", self.path, one_line(error))
         finally:
             transformers_logging.set_verbosity(verbosity)
-        return linear_bytes(cache.layers)
+        return linear_states(cache.layers)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.

@@ -6,9 +6,10 @@ one length alone: whoever begins with the pages of so many tokens begins with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class StateSnapshot:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of host memory."""
-        return sum(_num_bytes(state) for state in self.layers.values())
+        return sum(tensor.nbytes for state in self.layers.values() for tensor in _tensors(state))
 
 
 NO_TOKENS = StateSnapshot(0, {}, HOST)
@@ -69,10 +70,10 @@ def state_names(layer: Any) -> set[str]:
     return set() if type(layer) is DummyLayer else {*vars(layer)}
 
 
-def linear_bytes(layers: Sequence[Any]) -> int:
-    """Return the size of the states of a cache's linear layers."""
+def linear_states(layers: Sequence[Any]) -> list[Tensor]:
+    """Return the states of a cache's linear layers."""
     linear = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
-    return sum(_num_bytes({name: getattr(layer, name) for name in LINEAR}) for layer in linear)
+    return [*chain(*(_tensors({name: getattr(layer, name) for name in LINEAR}) for layer in linear))]
 
 
 def _copied(value: Any, device: torch.device) -> Any:
@@ -81,7 +82,8 @@ def _copied(value: Any, device: torch.device) -> Any:
     return {key: _copied(each, device) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def _num_bytes(value: Any) -> int:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_num_bytes, value.values())) if isinstance(value, dict) else 0
+        yield value
+    for each in value.values() if isinstance(value, dict) else ():
+        yield from _tensors(each)
