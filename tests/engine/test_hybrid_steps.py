@@ -18,7 +18,8 @@ from kvsift import LLM
 from kvsift.engine.graphs import sequence_groups
 from kvsift.engine.graphs.sequence_groups import LAUNCHED_AHEAD, SequenceGroup
 from kvsift.engine.graphs.slots import Slots
-from kvsift.models.hf.forward_step import KnownNumbers, kind_of_step
+from kvsift.models.hf import forward_step
+from kvsift.models.hf.forward_step import ConstantTensors, kind_of_step
 from kvsift.models.hf.slot_states import KEPT_STEPS
 
 SKETCH = "sketch:budget=64:window=16:page_size=8:dense_layers=none"
@@ -145,7 +146,7 @@ def test_more_families_do(family: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_numbers_go_to_a_device_once() -> None:
-    made, devices = KnownNumbers(), (torch.device("meta"), torch.device("cpu"))
+    made, devices = ConstantTensors(), (torch.device("meta"), torch.device("cpu"))
     for _ in range(2):
         with made:
             found = [[torch.tensor(number).to(device) for device in devices] for number in (1, 1.0, -0.0, 0.0, True)]
@@ -153,6 +154,28 @@ def test_numbers_go_to_a_device_once() -> None:
     assert [cpu.item() for _, cpu in found] == [1, 1.0, -0.0, 0.0, True]
     assert [bool(cpu.signbit()) for _, cpu in found] == [False, False, True, False, False]
     assert len(made._made) == 5 + 5, "each number, and its copy"
+
+
+@pytest.mark.parametrize(("place", "named"), [(("meta",), {}), ((), {"device": "meta"}), ((0,), {})])
+def test_numbers_go_to_a_device_by_name_or_index_once(
+    place: tuple[Any, ...], named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, copies = ConstantTensors(), list[Any]()
+    monkeypatch.setattr(torch.Tensor, "to", lambda number, *_, **__: copies.append(number.item()) or number)
+    for _ in range(3):
+        with made:  # as torch calls it, which has no device 0 here
+            made.__torch_function__(torch.Tensor.to, (), (torch.tensor(7), *place), named)
+    assert copies == [7]
+
+
+def test_numbers_that_change_from_step_to_step_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ConstantTensors()
+    for number in range(100):
+        monkeypatch.setattr(forward_step, "_captures", lambda captures=number == 40: captures)
+        with made:
+            found = [torch.tensor(each).item() for each in (0.5, number)]
+        assert found == [0.5, number]
+    assert [key[1] for key in made._made] == ["0.5", "40", "98", "99"], "the last two passes', and what a graph reads"
 
 
 @pytest.fixture(scope="module", params=["Gemma3", "Qwen3_5"])

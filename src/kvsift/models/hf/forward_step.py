@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -53,13 +53,20 @@ class StepLayer(AttendingLayer):
         return self._decode.attend(queries[:, :, 0].contiguous(), "dense").unsqueeze(2)
 
 
-class KnownNumbers(TorchFunctionMode):
-    """Makes the tensors that a forward pass makes of a number on the host, and copies to its device, once: a capture
-    forbids such copies (``Gemma3n``)."""
+class ConstantTensors(TorchFunctionMode):
+    """Keeps the tensors that a forward pass makes of a number on the host, and copies to its device, for the next pass:
+    a capture forbids such copies (``Gemma3n``). Those that a capture asks for stay, since its CUDA graph reads them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[Any, Tensor] = {}
+        self._asked, self._captured = set[Any](), set[Any]()  # keys: of the last pass, of all captures
+
+    def __enter__(self) -> Self:
+        self._made = {key: made for key, made in self._made.items() if key in self._asked | self._captured}
+        self._asked = set()
+        super().__enter__()
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,11 +81,17 @@ class KnownNumbers(TorchFunctionMode):
         key = func, repr(number), kind, args[1:], *sorted(kwargs.items())
         if key not in self._made:
             self._made[key] = func(*args, **kwargs)
+        (self._captured if _captures() else self._asked).add(key)
         return self._made[key].clone()  # the model may write to it
 
 
+def _captures() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _leaves_cpu(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(each, torch.device) and each.type != "cpu" for each in (*args, *kwargs.values()))
+    where = kwargs.get("device", args[1] if len(args) > 1 else None)
+    return isinstance(where, int) or (isinstance(where, str | torch.device) and torch.device(where).type != "cpu")
 
 
 class TransformersStep:
@@ -103,7 +116,7 @@ class TransformersStep:
     keeps_bits = False  # libraries add up products of one row and of several in other orders
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:
-        self._model, self._rotation, self._numbers = model, rotation, KnownNumbers()
+        self._model, self._rotation, self._constants = model, rotation, ConstantTensors()
         take_experts(model)
 
     def angles(self, num_positions: int) -> Tensor:
@@ -121,7 +134,7 @@ class TransformersStep:
             layers[layer.shape.layer] = StepLayer(layer, pools, mode, watched)
         cache = Cache(layers=[layers[index] for index in range(len(layers))])
         cache.rotation = self._rotation
-        with self._numbers:
+        with self._constants:
             output = self._model(
                 input_ids=tokens.unsqueeze(1),
                 position_ids=(batch.lengths - 1).long().unsqueeze(1),
