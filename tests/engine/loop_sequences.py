@@ -10,6 +10,7 @@ from engine.tiny_directory import text_of
 from kvsift import LLM, Sampling
 from kvsift.engine.executor import Executor
 from kvsift.engine.loop import Loop
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.speculative.exactness import exact_decoder
@@ -53,9 +54,7 @@ def new_sequence(
 ) -> EngineSequence:  # fmt: skip
     ids = llm.tokenizer(text)["input_ids"]
     parsed = parse_plan(plan)
-    runs_as = (
-        parsed if llm.reason_uncaptured(parsed) is None else llm.uncaptured_plan(parsed, len(ids) + num_tokens, exact)
-    )
+    runs_as = llm.executed_plan(parsed, len(ids) + num_tokens, GenerateOptions(exact=exact))
     request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
     return EngineSequence(request, TextOutput(request, llm.tokenizer, llm.device), decoder=exact_decoder(llm, request))
 

@@ -122,7 +122,7 @@ def test_steps_of_a_model_are_timed_without_a_trace(placement: str, llama: Path)
     with LLM(llama, QUEST, placement=placement, device="cpu") as llm:
         before = llm.generate(text_of(900), max_new_tokens=8).token_ids
         torch.manual_seed(3)
-        plan = llm.uncaptured_plan(parse_plan(QUEST), 1500)
+        plan = llm.executed_plan(parse_plan(QUEST), 1500)
         drawn = torch.rand(1)
         after = llm.generate(text_of(900), max_new_tokens=8).token_ids
         llm.loop.check()

@@ -35,9 +35,9 @@ class Served:
         settings: of the worker; "dense" without reserved memory by default.
     """
 
-    def __init__(self, model: Path, path: str = "composed", **settings: Any) -> None:
+    def __init__(self, model: Path, path: str = "composed", dense_below: int = 0, **settings: Any) -> None:
         ours, theirs = socket.socketpair()
-        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path}
+        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path, "dense_below": dense_below}
         defaults = {"plans": ["dense"], "keep_tokens": 640, "reserve_tokens": 0}
         self._worker = Worker(ours, {"model": options, **defaults, **settings})
         self._sent = theirs.makefile("rb")
@@ -114,6 +114,14 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     served.take(*questions, {"op": "cancel", "id": 1}, {"op": "forget", "document": "a"})
     received = served.until(lambda each: ends(each, 2))
     assert {news["id"] for each in received if each["op"] == "step" for news in each["news"]} == {2}
+
+
+def test_captured_steps_know_themselves_where_they_are_dense(model: Path, requests: list[Request]) -> None:
+    served = Served(model, "eager", 900, plans=["quest:budget=128"])
+    for key, options in enumerate([{}, {"logprobs": 0}]):
+        served.take(message(key, options=options))
+        served.until(lambda each, key=key: ends(each, key))
+    assert [request.plan.decode.budget.min_context for request in requests if request.plan.decode] == [0, 900]
 
 
 CHAT: dict[str, Any] = {"prompts": [], "messages": [{"role": "user", "content": "Who?"}]}

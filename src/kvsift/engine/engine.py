@@ -71,16 +71,8 @@ class Engine(ModelRunner):
     def executed_plan(
         self, plan: Plan, length: int, options: GenerateOptions = DEFAULTS, is_observed: bool = False
     ) -> Plan:
-        """The plan as it runs for a request with these options: captured steps know where they are dense, others are
-        told so by ``uncaptured_plan``, whose arguments these are."""
-        selects = options.exact or options.passages
-        leaves_captured = selects or options.logprobs is not None  # as ``Executor`` decides
-        if not leaves_captured and self.reason_uncaptured(plan) is None:
-            return plan
-        return self.uncaptured_plan(plan, length, is_observed or selects)
-
-    def uncaptured_plan(self, plan: Plan, length: int, is_observed: bool = False) -> Plan:
-        """The plan of a request without captured steps, with decode dense in contexts below ``dense_below``.
+        """The plan as it runs for a request: captured steps know where they are dense, for all others decode is made dense
+        in contexts below ``dense_below``.
 
         On a CPU, where that is "auto", steps are timed between two steps of the engine: once per plan, and again for
         requests that are longer than those before as long as dense steps are faster.
@@ -88,13 +80,19 @@ class Engine(ModelRunner):
         Args:
             plan: the plan that was asked for.
             length: tokens of the request in all.
-            is_observed: what is selected is of use to the request, whatever it costs.
+            options: those of the request.
+            is_observed: what is selected is of use to the request, whatever it costs, as it is to exact answers and
+                passages.
         """
+        selects = options.exact or options.passages
+        leaves_captured = selects or options.logprobs is not None  # or drafts, which know no crossover
+        if not leaves_captured and self.reason_uncaptured(plan) is None:
+            return plan
         rule, below = rule_of(plan), self.dense_below
         if rule is None:
             return plan
         if not isinstance(below, int):
-            below = 0 if is_observed else self.loop.call(partial(self._crossover_of, plan, rule, length))
+            below = 0 if is_observed or selects else self.loop.call(partial(self._crossover_of, plan, rule, length))
         if rule.budget.min_context >= below:
             return plan
         dense_below = replace(rule, budget=replace(rule.budget, min_context=below))

@@ -249,7 +249,7 @@ class HeldDocuments(Generic[Question]):
                     remove(document.kept)
 
         document.output = DocumentPrefill(on_end)
-        plan = self._llm.uncaptured_plan(self._plan, len(ids), is_observed=True)
+        plan = self._llm.executed_plan(self._plan, len(ids), is_observed=True)
         request = Request(ids, 1, plan, client=document.client, salt=document.salt)
         seq = EngineSequence(request, document.output, holds=True)
         return seq

@@ -267,7 +267,7 @@ class Worker:
             ids = prompts[prompt]
             most = max(self._max_new_tokens(ids, request.max_tokens), 1)
             llm.check_prompts([ids], most, plan)
-            runs_as = llm.uncaptured_plan(plan, len(ids) + most, options.exact or options.passages)
+            runs_as = llm.executed_plan(plan, len(ids) + most, options)
             of_sequence = llm.request(
                 ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
                 streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,
