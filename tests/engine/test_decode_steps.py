@@ -1,6 +1,7 @@
 """The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, sequence by
 sequence."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,41 @@ def test_other_architectures_take_steps_by_their_own_forward(
     assert tokens(fast) == tokens(slow)
     for one, other in zip(fast, slow):
         assert {key: one.decode(key) for key in COUNTERS} == {key: other.decode(key) for key in COUNTERS}
+
+
+def random_plan(rng: random.Random) -> str:
+    page_size = rng.choice([4, 8, 16, 32])
+    knobs = {
+        "window": str(rng.choice([1, page_size, 2 * page_size])),
+        "sinks": str(rng.choice([0, 4, page_size])),
+        "dense_layers": rng.choice(["none", "0", "0+1", "2"]),
+        "min_context": rng.choice(["0", "100"]),
+    }
+    if rng.random() < 0.5:
+        page_size = 8  # with pages of 16 the compiled core rounds queries
+        method, own = "sketch", {"bits": rng.choice("12"), "rest": rng.choice(["true", "false"])}
+    else:
+        scores = ["minmax", "mean_std", "log_mass", "centroid_radius", "minmax_fp8"]
+        method, own = "quest", {"score_by": rng.choice(scores), "heads": rng.choice(["auto", "query", "kv"])}
+    size = rng.choice([f"budget={rng.randint(5, 12) * 32 + rng.randint(0, page_size)}", "ratio=0.1", "ratio=0.5"])
+    return f"{method}:{size}:page_size={page_size}:" + ":".join(map("=".join, {**knobs, **own}.items()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_plans_and_batches_answer_as_on_the_composed_path(seed: int, eager: LLM, composed: LLM) -> None:
+    rng = random.Random(seed)
+    for _ in range(8):
+        plan, num_seqs = random_plan(rng), rng.choice([1, 2, 3])
+        sampling = [Sampling(rng.choice([0, 0.7, 1.3]), rng.choice([1, 0.8]), seed=each) for each in range(num_seqs)]
+        options = {"plan": plan, "max_new_tokens": rng.randint(1, 30), "stop": rng.choice([None, "e", ["a", "th"]])}
+        texts = [text_of(rng.randint(3, 400)) for _ in sampling]
+        given = options, sampling
+        fast, slow = (answers(llm, texts, sampling=sampling, **options) for llm in (eager, composed))
+        assert tokens(fast) == tokens(slow), given
+        for one, other in zip(fast, slow):
+            assert (one.path in ("eager", ""), one.text) == (True, other.text), given
+            for key in COUNTERS:
+                assert one.decode(key) == (other.decode(key) and pytest.approx(other.decode(key))), (key, *given)
 
 
 def test_layers_that_reuse_answer_as_on_the_composed_path(eager: LLM, composed: LLM, tmp_path: Path) -> None:
@@ -335,6 +371,10 @@ def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pyt
         "composed: no NVIDIA GPU; oracle_tokens ranks neither pages by their extremes nor tokens by their sketches"
     )
     assert LLM(gemma).generate("Once", max_new_tokens=2).path == "native"
+    assert LLM(llama).generate("Once", max_new_tokens=8, exact=True).path == "native"
+    assert LLM(gemma).generate("Once", max_new_tokens=8, exact=True).path == (
+        "composed: drafts are verified; its layers with sliding windows are not verified by the core"
+    )
     watched = LLM(llama).generate("Once", max_new_tokens=2, passages=True)
     assert watched.path == "composed: what is selected is recorded"
     kept = LLM(llama).generate("Once", max_new_tokens=2, logprobs=1)

@@ -71,8 +71,8 @@ class Engine(ModelRunner):
     def executed_plan(
         self, plan: Plan, length: int, options: GenerateOptions = DEFAULTS, is_observed: bool = False
     ) -> Plan:
-        """The plan as it runs for a request: captured steps know where they are dense, for all others decode is made dense
-        in contexts below ``dense_below``.
+        """The plan as it runs for a request: captured steps know where they are dense, and for others decode is made
+        dense in contexts below ``dense_below``.
 
         On a CPU, where that is "auto", steps are timed between two steps of the engine: once per plan, and again for
         requests that are longer than those before as long as dense steps are faster.

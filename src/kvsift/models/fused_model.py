@@ -50,10 +50,11 @@ class FusedModel:
         return all(product.in_core for product in self._step.products)
 
     def reason_composed(self, cache: SparseCache) -> str | None:
-        """Why ``decode`` composes the steps of a sequence on a CPU; None: they are native, beside others that are."""
+        """Why steps of a sequence on a CPU, or verifications of an exact one, are composed; None: they are native,
+        beside others that are."""
         if self.native is None:
             return reason(self._step, NativeStep.of_weights) if AVAILABLE else "the compiled core is missing"
-        return reason(cache, NativeStep.of_caches)
+        return reason(cache, NativeStep.of_caches, NativeStep.of_drafts if cache.run.exact else ())
 
     def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None,

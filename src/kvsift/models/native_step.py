@@ -89,6 +89,10 @@ class NativeStep:
          "its logits are capped at {found}, which the core does not do to those of sketches"),
         (lambda cache: reason(cache.run.plan.decode, NativeStep.of_rules), "{found}"),
     )  # fmt: skip
+    of_drafts: ClassVar[Objections] = (  # to their verification
+        (lambda cache: not all(isinstance(layer, SparseLayer) for layer in cache.layers),
+         "its layers with sliding windows are not verified by the core"),
+    )  # fmt: skip
     of_rules: ClassVar[Objections] = (  # of decode
         (lambda rule: not rule.traits.unbounded and type(rule.method) not in (Quest, Sketch, StreamingLLM),
          "{it.name} ranks neither pages by their extremes nor tokens by their sketches"),
