@@ -2,6 +2,7 @@
 // builds for the thread sanitizer, which cannot follow OpenMP's synchronisation.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -15,6 +16,15 @@
 #endif
 
 namespace kvsift {
+
+// Takes tasks for a thread of so many, [first, stop): several that follow one another, since what a task prefetches past its
+// end is for the next one, and fewer the fewer are left. Returns first; num_tasks or more: there are none.
+inline std::int64_t take_tasks(std::atomic<std::int64_t>& next, std::int64_t num_tasks, int num_threads, std::int64_t& stop) {
+  std::int64_t first = next.load(std::memory_order_relaxed);
+  do stop = first + std::max<std::int64_t>(1, (num_tasks - first) / (2 * num_threads));
+  while (first < num_tasks && !next.compare_exchange_weak(first, stop, std::memory_order_relaxed));
+  return first;
+}
 
 // Calls fn(task, thread) once for each task in [0, num_tasks), on at most num_threads threads, thread in [0, num_threads).
 // The order is not fixed: the result of a task must not depend on the thread. Rethrows the first exception.
@@ -30,7 +40,8 @@ void parallel_for(std::int64_t num_tasks, int num_threads, Fn&& fn) {
   std::atomic<std::int64_t> next{0};
   auto work = [&](int thread) {
     try {
-      for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) fn(task, thread);
+      for (std::int64_t task, stop; (task = take_tasks(next, num_tasks, num_threads, stop)) < num_tasks;)
+        for (; task < stop; ++task) fn(task, thread);
     } catch (...) {
       next.store(num_tasks, std::memory_order_relaxed);
       std::lock_guard<std::mutex> lock(failure_mutex);
@@ -83,7 +94,8 @@ class Team {
   template <class Fn>
   void each(std::int64_t num_tasks, Fn&& fn) {
     try {
-      for (std::int64_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks && !failed_.load();) fn(task);
+      for (std::int64_t task, stop; (task = take_tasks(next_, num_tasks, size_, stop)) < num_tasks;)
+        for (; task < stop && !failed_.load(); ++task) fn(task);
     } catch (...) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!failure_) failure_ = std::current_exception();

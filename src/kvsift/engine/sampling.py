@@ -185,7 +185,7 @@ class Chooser:
     def _chosen(self, logits: Tensor, ahead: int) -> tuple[int, float]:
         """The token, and the largest logit, which is NaN if any is."""
         if self._sampling.temperature == 0:
-            token = int(logits.argmax())  # of a NaN before any number
+            token = int(logits.float().argmax())  # of a NaN first; bfloat16 takes a CPU five times as long
             return token, float(logits[token])
         token = self._token + ahead
         if token >= len(self._drawn):
