@@ -136,6 +136,11 @@ class GatedMLP:
         The residual is overwritten where weights allow it."""
         return self.down.add_to(residual, self.gate_up(x, norm, gated=True, gelu=self.gelu))
 
+    def step(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
+        """``x + mlp(rms_norm(x))`` of the few rows of a fused step; see ``linear``."""
+        heads = self.gate_up(x, norm, steady=steady, pdl=pdl, gated=True, gelu=self.gelu)
+        return self.down(heads, residual=x, steady=steady, pdl=pdl)
+
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         """``mlp(rms_norm(x))``, [rows, hidden]."""
         return self.down(self.gate_up(x, norm, gated=True, gelu=self.gelu))
