@@ -51,7 +51,7 @@ class FusedStep(Decoder):
                                           if hasattr(layer.mlp, "experts"))), None),
          "the weights of its experts are not multiplied as they lie ({found})"),
     )  # fmt: skip
-    few_rows: ClassVar[Objections] = (  # to models on a GPU, whose steps are fused, of prompts
+    few_rows: ClassVar[Objections] = (  # to models, whose steps are fused, of prompts
         (lambda model: model.config.model_type in ROUTED_TYPES,
          "the experts of {it.__class__.__name__} multiply many rows by grouped products of transformers"),
     )  # fmt: skip
