@@ -94,9 +94,11 @@ def choose_experts_reference(
     x: Tensor, norm: tuple[Tensor, float] | tuple[Tensor, float, float], stacks: ExpertStacks
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the normalised rows [rows, hidden], the experts of each and their weights, int32 and float32 [rows,
-    per_row], the shared one last. Logits are rounded to the dtype of rows."""
+    per_row], the shared one last. Logits are rounded to the dtype of rows, but for those of which sigmoids are taken
+    (GLM-4.5)."""
     rows = rms_norm_reference(x, *norm)
-    logits = torch.nn.functional.linear(rows, stacks.router)
+    dtype = torch.promote_types(x.dtype, torch.float32) if stacks.routing.sigmoid else x.dtype
+    logits = torch.nn.functional.linear(rows.to(dtype), stacks.router.to(dtype))
     number = len(stacks.router) - stacks.gated
     chosen, weights = route_reference(logits[:, :number], stacks.routing, stacks.bias)
     if stacks.shared:
@@ -125,7 +127,8 @@ def choose_experts_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (count, hidden), number, (weight, eps, *offset) = x.shape, len(stacks.router), norm
     assert count <= MOST_ROWS, "rows are counted one by one"
-    rows, logits = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count, number)
+    rows = torch.empty_like(x, memory_format=torch.contiguous_format)
+    logits = x.new_empty(count, number, dtype=torch.float32 if stacks.routing.sigmoid else x.dtype)
     chosen = torch.empty(count, stacks.per_row, dtype=torch.int32, device=x.device)
     weights = torch.empty(count, stacks.per_row, dtype=torch.float32, device=x.device)
     tile = power_of_two(hidden)

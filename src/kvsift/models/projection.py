@@ -171,7 +171,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     first, rows = parameters[0], [len(parameter) for parameter in parameters]
     if len(parameters) == 1:
         return first.data
-    whole = _whole(parameters)
+    whole = whole_of(parameters)
     if whole is None:
         whole = torch.cat([parameter.data for parameter in parameters])
         for parameter, part in zip(parameters, whole.split(rows)):
@@ -179,7 +179,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
+def whole_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the tensor that the parameters are consecutive views of, if they were joined before."""
     first = parameters[0]
     start = first.storage_offset()
