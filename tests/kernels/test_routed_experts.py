@@ -1,4 +1,4 @@
-"""A layer of experts in three launches: choices, gates and mixtures as near to float64 as the reference."""
+"""A layer of experts in four launches: choices, gates and mixtures as near to float64 as the reference."""
 
 from typing import Any
 
@@ -98,13 +98,11 @@ def test_the_first_of_equal_experts_is_chosen_whatever_the_logits(sigmoid: bool)
 
 @needs_triton
 @crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS)
-def test_experts_are_gated_and_mixed(
-    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str
-) -> None:
+def test_experts_are_gated_and_mixed(size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str) -> None:
     if kind != "plain" and dtype == torch.float32:
         dtype = torch.float16
     x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain")
-    assert takes_stack(stacks.gate_up, dtype) and takes_stack(stacks.down, dtype)
+    assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
     wide = in_float64(stacks, dtype)
     exact = gate_experts_reference(normal.double(), chosen, wide)

@@ -1,4 +1,5 @@
-"""A layer of experts on a few rows in three launches: which experts a row gets, their gates and ups, their outputs.
+"""A layer of experts on a few rows in four launches: which experts a row gets, their gates and ups, their outputs, and
+the weighted sum of these.
 
 Each row is computed as if it were alone, so its bits do not depend on the number of rows. Programs that read the same
 weights for different rows run side by side, and find them in the GPU's cache. An expert that all rows get is the last
@@ -16,15 +17,16 @@ from kvsift.kernels.expert_linear import expert_linear_reference
 from kvsift.kernels.linear import gate_reference, gated
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.scaled_weight import ScaledStack
-from kvsift.kernels.skinny_product import LANE, SCALE_INS, load, prefetch, sum_products
+from kvsift.kernels.skinny_product import SCALE_INS, Tiling, in_registers, prefetch, sum_products
 from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl, triton
 from kvsift.native.experts import Routing, mix_reference, route_reference
 
 MOST_ROWS = 1024
 ROUTED = 4  # logits of a program
-OUTS, WARPS = 8, 4  # outputs of a program that gates (gates and ups), and its warps
-DOWN_OUTS, DOWN_INS, DOWN_WARPS = 4, 256, 4  # outputs of a program that mixes, inputs of each expert at once
-PREFETCHED = 1024  # weights of an output that are prefetched while the gates are computed
+MIXED = 128  # outputs of a program that mixes
+# weights of an output that are prefetched while the gates are computed, and up to how many pairs of a row and an expert:
+# with more, most programs begin when the gates are there
+PREFETCHED, FEW_PAIRS = 1024, 16
 
 
 @dataclass(frozen=True)
@@ -205,111 +207,107 @@ def _choose_experts_kernel(
 
 
 def gate_experts_triton(
-    rows: Tensor, chosen: Tensor, stacks: ExpertStacks, *, pdl: bool = False, outs: int = OUTS, warps: int = WARPS
+    rows: Tensor, chosen: Tensor, stacks: ExpertStacks, *, pdl: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
-    (_, width, hidden), pairs = stacks.gate_up.shape, chosen.numel()
-    values, scales, scale_outs, scale_ins = _parts(stacks.gate_up)
-    heads, ins = rows.new_empty(*chosen.shape, width // 2), 256 * warps
-    _gate_experts_kernel[pairs, triton.cdiv(width, outs)](
-        rows, chosen, values, scales, heads, *values.stride()[:2], *((0, 0) if scales is None else scales.stride()[:2]),
-        width // 2, hidden, chosen.shape[1], OUTS=outs, INS=ins, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
-        EVEN=hidden % ins == 0, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    return heads
-
-
-@jit_for_any("per_row")
-def _gate_experts_kernel(
-    x_ptr, chosen_ptr, weight_ptr, scales_ptr, out_ptr, of_expert, of_out, scales_of_expert, scales_of_out, inter,
-    hidden, per_row, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pair, first, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * (OUTS // 2), tl.arange(0, OUTS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
-    expert = tl.load(chosen_ptr + pair).to(tl.int64)
-    known = tl.minimum(first + i // 2, inter - 1) + i % 2 * inter  # a gate and its up are adjacent in the tile
-    weights, scales = weight_ptr + expert * of_expert + known.to(tl.int64) * of_out, None
-    if scales_ptr is not None:
-        scales = scales_ptr + expert * scales_of_expert + known // SCALE_OUTS * scales_of_out
-    x_ptr += pair // per_row * hidden
-    products = sum_products(x_ptr, weights, scales, None, 0.0, hidden, OUTS, INS, SCALE_INS, EVEN, 1)  # [1, OUTS]
-    if scales_ptr is not None and SCALE_INS == 0:
-        products *= tl.load(scales)[None, :]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    gate, up = tl.split(tl.reshape(products.to(dtype), (OUTS // 2, 2)))  # rounded, as two projections would be
-    outs = first + tl.arange(0, OUTS // 2)
-    tl.store(out_ptr + pair * inter + outs, gated(gate, up).to(dtype), mask=outs < inter)
+    return _products(rows, chosen, stacks.gate_up, True, tiling or choose_tiling(stacks.gate_up), pdl)
 
 
 def mix_experts_triton(
     heads: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor, stacks: ExpertStacks, *, pdl: bool = False,
-    outs: int = DOWN_OUTS, ins: int = DOWN_INS, warps: int = DOWN_WARPS,
+    tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
-    (_, hidden, inter), (count, per_row) = stacks.down.shape, chosen.shape
-    values, scales, scale_outs, scale_ins = _parts(stacks.down)
-    out = residual.new_empty(count, hidden)
-    _mix_experts_kernel[count, triton.cdiv(hidden, outs)](
-        heads, chosen, weights, residual, values, scales, out, residual.stride(0), *values.stride()[:2],
-        *((0, 0) if scales is None else scales.stride()[:2]), hidden, inter, PER_ROW=per_row,
-        SLOTS=power_of_two(per_row), OUTS=outs, INS=ins, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
-        EVEN=inter % ins == 0 and power_of_two(per_row) == per_row, PREFETCH=PREFETCHED, PDL=pdl, num_warps=warps,
+    tiling = tiling or choose_tiling(stacks.down)
+    outputs = _products(heads.flatten(0, 1), chosen, stacks.down, False, tiling, pdl)
+    (count, per_row, hidden), out = outputs.shape, torch.empty_like(residual, memory_format=torch.contiguous_format)
+    _mix_experts_kernel[count, triton.cdiv(hidden, MIXED)](
+        outputs, weights, residual, out, residual.stride(0), hidden, PER_ROW=per_row, SLOTS=power_of_two(per_row),
+        TILE=MIXED, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+def choose_tiling(weight: Tensor | ScaledStack) -> Tiling:
+    """Return the tiling of the products of experts; all inputs of an output are loaded at once, up to 2048."""
+    outs, warps = (4, 2) if isinstance(weight, Tensor) else (2, 1)
+    return in_registers(outs, warps, max(1, min(2048, power_of_two(weight.shape[2])) // (256 * warps)))
+
+
+def _products(
+    x: Tensor, chosen: Tensor, weight: Tensor | ScaledStack, gates: bool, tiling: Tiling, pdl: bool
+) -> Tensor:  # fmt: skip
+    """Products of rows [rows, in] and the weights of their experts [rows or their pairs of experts, out]: [rows,
+    per_row, out], or gated by SiLU, half as many."""
+    (_, width, num_in), pairs = weight.shape, chosen.numel()
+    values, scales, scale_outs, scale_ins = weight, None, 1, 0
+    if isinstance(weight, ScaledStack):
+        values, scales, scale_outs = weight.values, weight.scales, weight.outs
+        scale_ins = 0 if scales.shape[2] == 1 else weight.ins
+    assert isinstance(values, Tensor)
+    out = x.new_empty(*chosen.shape, width // 2 if gates else width)
+    _expert_products_kernel[pairs, triton.cdiv(width, tiling.outs)](
+        x, chosen, values, scales, out, *values.stride()[:2], *((0, 0) if scales is None else scales.stride()[:2]),
+        out.shape[2], num_in, pairs // len(x), GATES=gates, PREFETCH=0 if gates or pairs > FEW_PAIRS else PREFETCHED,
+        OUTS=tiling.outs, INS=tiling.ins, DEPTH=tiling.depth, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
+        EVEN=num_in % (tiling.ins * tiling.depth) == 0, PDL=pdl, num_warps=tiling.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
-@jit_for_any()
-def _mix_experts_kernel(
-    x_ptr, chosen_ptr, weights_ptr, residual_ptr, down_ptr, scales_ptr, out_ptr, residual_row, of_expert, of_out,
-    scales_of_expert, scales_of_out, hidden, inter, PER_ROW: tl.constexpr, SLOTS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+@jit_for_any("repeats")
+def _expert_products_kernel(
+    x_ptr, chosen_ptr, weight_ptr, scales_ptr, out_ptr, of_expert, of_out, scales_of_expert, scales_of_out, num_out,
+    num_in, repeats, GATES: tl.constexpr, PREFETCH: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    DEPTH: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All experts of a row at once, so that there are enough loads in flight."""
-    row, outs = tl.program_id(0).to(tl.int64), tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    slot = tl.minimum(tl.arange(0, SLOTS), PER_ROW - 1)
-    known = tl.minimum(outs, hidden - 1).to(tl.int64)
-    # chosen two launches before: known while the gates are computed
-    expert = tl.load(chosen_ptr + row * PER_ROW + slot).to(tl.int64)
-    matrices = down_ptr + known[:, None] * of_out + expert[None, :] * of_expert  # [OUTS, SLOTS]
-    if PDL:
-        prefetch(tl.reshape(matrices, (OUTS * SLOTS,)), inter, PREFETCH)
+    pair, i = tl.program_id(0).to(tl.int64), tl.arange(0, OUTS)
+    if GATES:
+        tile = tl.program_id(1) * (OUTS // 2)
+        known = tl.minimum(tile + i // 2, num_out - 1) + i % 2 * num_out  # a gate and its up are adjacent in the tile
+    else:
+        tile = tl.program_id(1) * OUTS
+        known = tl.minimum(tile + i, num_out - 1)
+    if PDL and GATES:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
-    lane = tl.arange(0, INS // LANE)
-    i = lane[None, None, :, None] * LANE + tl.arange(0, LANE)[None, None, None, :]
-    rows = x_ptr + (row * PER_ROW + slot)[None, :, None, None] * inter
-    real = (tl.arange(0, SLOTS) < PER_ROW)[None, :, None, None]
-    total = tl.zeros((OUTS, SLOTS, INS // LANE), tl.float32)
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    weights, scales = weight_ptr + expert * of_expert + known.to(tl.int64) * of_out, None
+    if PDL and not GATES:
+        # experts were chosen two launches before: prefetch while the gates are computed
+        if PREFETCH > 0:
+            prefetch(weights, num_in, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if scales_ptr is not None:
-        scales = scales_ptr + expert[None, :] * scales_of_expert + known[:, None] // SCALE_OUTS * scales_of_out
-    for start in range(0, inter, INS):
-        inside = real & (i < inter - start)
-        w = load(matrices[:, :, None, None] + (start + i), inside, EVEN)
-        x = load(rows + (start + i), inside, EVEN).to(tl.float32)
-        if scales_ptr is not None:
-            w = w.to(tl.float16)
-        sums = tl.sum(x * w.to(tl.float32), 3)
-        if SCALE_INS > 0:
-            at = start + lane * LANE
-            sums *= load(scales[:, :, None] + (at // SCALE_INS)[None, None, :], (at < inter)[None, None, :], EVEN)
-        total += sums
-    products = tl.sum(total, 2)
+        scales = scales_ptr + expert * scales_of_expert + known // SCALE_OUTS * scales_of_out
+    x_ptr += pair // repeats * num_in
+    products = sum_products(x_ptr, weights, scales, None, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)  # [1, OUTS]
     if scales_ptr is not None and SCALE_INS == 0:
-        products *= tl.load(scales)
+        products *= tl.load(scales)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    weights = tl.load(weights_ptr + row * PER_ROW + slot)
-    weights = tl.where(tl.arange(0, SLOTS) < PER_ROW, weights, 0.0)
-    mixed = tl.sum(products.to(dtype).to(tl.float32) * weights[None, :], 1)  # rounded, as separate products would be
-    residual = tl.load(residual_ptr + row * residual_row + known).to(tl.float32)
-    y = (mixed.to(dtype).to(tl.float32) + residual).to(dtype)
-    tl.store(out_ptr + row * hidden + outs, y, mask=outs < hidden)
+    out_ptr += pair * num_out
+    if GATES:
+        gate, up = tl.split(tl.reshape(products.to(dtype), (OUTS // 2, 2)))  # rounded, as two projections would be
+        outs = tile + tl.arange(0, OUTS // 2)
+        tl.store(out_ptr + outs, gated(gate, up).to(dtype), mask=outs < num_out)
+    else:
+        tl.store(out_ptr + tile + i, tl.reshape(products, (OUTS,)).to(dtype), mask=tile + i < num_out)
 
 
-def _parts(weight: Tensor | ScaledStack) -> tuple[Tensor, Tensor | None, int, int]:
-    """Values, scales, and how many outputs and inputs (0: all) share a scale."""
-    if isinstance(weight, Tensor):
-        return weight, None, 1, 0
-    return weight.values, weight.scales, weight.outs, 0 if weight.scales.shape[2] == 1 else weight.ins
+@jit_for_any()
+def _mix_experts_kernel(
+    outputs_ptr, weights_ptr, residual_ptr, out_ptr, residual_row, hidden, PER_ROW: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, outs, slot = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, SLOTS)
+    inside, pairs = outs < hidden, row * PER_ROW + slot
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
+    weights = tl.load(weights_ptr + pairs, mask=slot < PER_ROW, other=0.0)
+    real = (slot < PER_ROW)[:, None] & inside[None, :]
+    outputs = tl.load(outputs_ptr + pairs[:, None] * hidden + outs[None, :], mask=real, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_row + outs, mask=inside, other=0.0).to(tl.float32)
+    mixed = tl.sum(outputs.to(tl.float32) * weights[:, None], 0)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr + row * hidden + outs, (mixed.to(dtype).to(tl.float32) + residual).to(dtype), mask=inside)

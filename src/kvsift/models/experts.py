@@ -59,7 +59,8 @@ class Experts:
             gate_up = [Projection((), parts=parts) for parts in experts.gate_up.parts]
             down = [Projection((), parts=parts) for parts in experts.down.parts]
         else:
-            gate_up, down = ([Projection((), weight) for weight in stack] for stack in stacks)
+            gate_up = [Projection((), weight) for weight in experts.gate_up_proj.data]
+            down = [Projection((), weight) for weight in experts.down_proj.data]
         bias, shared, gate = getattr(router, "e_score_correction_bias", None), *_shared(block)
         factor = float(getattr(router, "routed_scaling_factor", 1.0))
         routing = Routing(router.top_k, bias is not None, getattr(router, "norm_topk_prob", True), factor)
@@ -72,9 +73,8 @@ class Experts:
             )  # fmt: skip
         if gate is not None:
             logits = _joined(router.weight, [gate.weight])
-        if shared is not None:
-            stacks = [_with_shared(experts, shared, name) for name in STACKS]
-        every = ExpertStacks(logits, *stacks, routing, bias, shared is not None, gate is not None)
+        first, second = stacks if shared is None else [_with_shared(experts, shared, name) for name in STACKS]
+        every = ExpertStacks(logits, first, second, routing, bias, shared is not None, gate is not None)
         return cls(Projection((), logits), *products, routing, bias, stacks=every)
 
     @property

@@ -40,7 +40,8 @@ class FusedStep(Decoder):
         (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
          "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
         (lambda model: set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
-         or (model.config.model_type in ("mistral", *ROUTED_TYPES) and getattr(model.config, "sliding_window", None) is not None),
+         or (model.config.model_type in ("mistral", *ROUTED_TYPES)
+             and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
