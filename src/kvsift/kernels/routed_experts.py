@@ -24,8 +24,8 @@ from kvsift.native.experts import Routing, mix_reference, route_reference
 MOST_ROWS = 1024
 ROUTED = 4  # logits of a program
 MIXED = 128  # outputs of a program that mixes
-# weights of an output that are prefetched while the gates are computed, and up to how many pairs of a row and an expert:
-# with more, most programs begin when the gates are there
+# weights of an output that are prefetched while the gates are computed, and up to how many pairs of a row and an
+# expert: with more, most programs begin when the gates are there
 PREFETCHED, FEW_PAIRS = 1024, 16
 
 
