@@ -19,8 +19,8 @@ def open_llm(directory: Path, path: str, **options: object) -> LLM:
     return LLM(directory, "dense", **{**settings, **options})  # type: ignore[arg-type]
 
 
-def new_llm(folder: Path, path: str) -> LLM:
-    return open_llm(write_model(folder, "Qwen3", hidden_size=128, head_dim=64, num_hidden_layers=3), path)
+def new_llm(folder: Path, path: str, family: str = "Qwen3", **changes: int) -> LLM:
+    return open_llm(write_model(folder, family, hidden_size=128, head_dim=64, num_hidden_layers=3, **changes), path)
 
 
 def same(exact: Answer, dense: Answer) -> bool:

@@ -79,7 +79,7 @@ def replay(
     return worst, cache.run.report()["phases"].get("decode", {}).get("recovery")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral"])
 def test_tokens_equal_those_of_the_adapter(family: str, tmp_path: Path) -> None:
     model = llm(write_model(tmp_path, family, **SIZES))
     answer = model.generate(TEXTS[0], max_new_tokens=60)

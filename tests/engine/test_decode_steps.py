@@ -58,7 +58,10 @@ def composed(llama: Path) -> LLM:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    in_turns(["Llama", "Mistral", "Qwen2", "Qwen3"], [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}]),
+    in_turns(
+        ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe"],
+        [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}],
+    ),
 )
 def test_tokens_equal_those_of_the_adapter(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     llm = LLM(write_model(tmp_path, family, **settings), QUEST, path="eager")

@@ -76,6 +76,12 @@ def test_sequences_of_all_kinds_join_and_leave(llm: LLM) -> None:
             assert seq.finish_reason == "cancelled" or len(tokens(seq)) == len(expected[number])
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_sequences_that_get_experts_join_and_leave(path: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    test_sequences_of_all_kinds_join_and_leave(new_llm(tmp_path, path, "Qwen3Moe", **experts))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
     llm: LLM, exact: bool, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,9 @@ from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_triton
 from kvsift.kernels.rotary_append import qkv_rotary_append_triton
-from kvsift.kernels.scaled_weight import FP8, ScaledWeight, expand_triton, round_rows_triton
+from kvsift.kernels.routed_experts import ExpertStacks, choose_experts_triton, gate_experts_triton, mix_experts_triton
+from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight, expand_triton, round_rows_triton
+from kvsift.native.experts import Routing
 
 
 class Hopper:
@@ -75,6 +77,17 @@ def launch_all(pdl: bool) -> None:
             x = zeros(rows, 512)
             linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
             linear_triton(x, weight, norm=norm, gated=True, pdl=pdl)
+    stacks = [(zeros(5, 256, 512), zeros(5, 512, 128))] + [
+        tuple(ScaledStack(torch.zeros(5, *of, dtype=FP8), torch.ones(5, of[0] // outs, of[1] // ins(of[1])), outs,
+                          ins(of[1])) for of in ((256, 512), (512, 128)))
+        for outs, ins in ((1, lambda width: width), (128, lambda width: 128))
+    ]  # fmt: skip
+    for number, (gate_up, down) in enumerate(stacks):
+        router, bias = zeros(5, 512), None if number else torch.zeros(4)
+        experts = ExpertStacks(router, gate_up, down, Routing(2, number == 0), bias, shared=True, gated=True)
+        rows, chosen, weights = choose_experts_triton(zeros(3, 512), norm, experts, pdl=pdl)
+        heads = gate_experts_triton(rows, chosen, experts, pdl=pdl)
+        mix_experts_triton(heads, chosen, weights, zeros(3, 512), experts, pdl=pdl)
     if not pdl:
         expand_triton(by_block, torch.bfloat16)
         expand_int4_triton(int4[1], torch.bfloat16)

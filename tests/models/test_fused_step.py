@@ -62,7 +62,7 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
     assert torch.allclose(mixed(x, residual=residual), residual + torch.cat([plain(x), special(x)], 1))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe"])
 def test_llama_like_models_are_taken(family: str) -> None:
     assert kind_of_step(tiny(family)) == ("fused", [])
     assert reason(tiny(family), NO_STEP) is None
@@ -72,7 +72,8 @@ def test_llama_like_models_are_taken(family: str) -> None:
     ("family", "changes", "says"),
     [
         ("Phi3", {}, "none of the architectures"),
-        ("Qwen3Moe", {}, "none of the architectures"),
+        ("Glm4Moe", {"n_group": 2, "topk_group": 1}, "chosen in groups"),
+        ("Mixtral", {"sliding_window": 64}, "without full attention"),
         ("Mistral", {"sliding_window": 64}, "without full attention"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "without full attention"),
         ("Llama", {"hidden_act": "gelu"}, "uses gelu, not silu"),
@@ -85,7 +86,7 @@ def test_others_are_not_and_say_why(family: str, changes: dict[str, Any], says: 
     assert says in against[0]
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Qwen3Moe", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", ["Phi3", "Gemma2", "GptOss"])
 def test_their_own_forward_is_a_step(family: str) -> None:
     assert kind_of_step(tiny(family))[0] == "own"
 

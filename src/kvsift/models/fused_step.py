@@ -17,11 +17,13 @@ from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.decoder import Decoder
+from kvsift.models.experts import not_stacked
+from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.slot_states import SlotStates
-from kvsift.models.projection import GatedMLP
 from kvsift.types import Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+ROUTED_TYPES = ("glm4_moe", "mixtral", "qwen3_moe")  # with experts
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
 
 
@@ -33,27 +35,36 @@ class FusedStep(Decoder):
     """
 
     objections: ClassVar[Objections] = (  # to models
-        (lambda model: model.config.model_type not in MODEL_TYPES,
+        (lambda model: model.config.model_type not in MODEL_TYPES + ROUTED_TYPES,
          "{it.__class__.__name__} is none of the architectures whose steps are fused"),
         (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
          "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
         (lambda model: set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
-         or (model.config.model_type == "mistral" and model.config.sliding_window is not None),
+         or (model.config.model_type in ("mistral", *ROUTED_TYPES)
+             and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
-        (lambda model: 2 * model.model.rotary_emb.inv_freq.numel() != (
-            getattr(config := model.config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
-         "its rotary embedding covers only part of a head"),
+        (lambda model: max(getattr(getattr(layer.mlp, "gate", None), "num_group", 1) for layer in model.model.layers)
+         > 1, "its experts are chosen in groups"),
+        (lambda model: next(filter(None, (not_stacked(layer.mlp, model.dtype) for layer in model.model.layers
+                                          if hasattr(layer.mlp, "experts"))), None),
+         "the weights of its experts are not multiplied as they lie ({found})"),
+    )  # fmt: skip
+    few_rows: ClassVar[Objections] = (  # to models, whose steps are fused, of prompts
+        (lambda model: model.config.model_type in ROUTED_TYPES,
+         "the experts of {it.__class__.__name__} multiply many rows by grouped products of transformers"),
     )  # fmt: skip
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        if self.device.type == "cuda" and model.config.model_type in ROUTED_TYPES:
+            take_experts(model)  # prompts, and steps that are not captured
         self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
-        """Return cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
+        """Return cosines and sines of all positions, [num_positions, 2, rotary_dim], by the model's own embedding."""
         parts = []
         for start in range(0, num_positions, TABLE_CHUNK):
             stop = min(start + TABLE_CHUNK, num_positions)
@@ -66,8 +77,8 @@ class FusedStep(Decoder):
         summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
         watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the logits after one more token per sequence; ``angles`` is [positions, 2, head_dim]."""
-        cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]
+        """Return the logits after one more token per sequence; ``angles`` is [positions, 2, rotary_dim]."""
+        cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, rotary_dim]
         steady = batch.block > 0
         x = self.embed(tokens)  # [batch, hidden]
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
@@ -82,9 +93,7 @@ class FusedStep(Decoder):
             heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
             behind_one = self.pdl and mode != "mixed"  # kernel, and not two
             x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
-            assert isinstance(layer.mlp, GatedMLP)
-            heads = layer.mlp.gate_up(x, layer.before_mlp, steady=steady, pdl=self.pdl, gated=True)
-            x = layer.mlp.down(heads, residual=x, steady=steady, pdl=self.pdl)
+            x = layer.mlp.step(x, layer.before_mlp, steady=steady, pdl=self.pdl)
         written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
         append_sketches(written, batch.space, filled=batch.block > 1)
         return self.head(x, self.norm, steady=steady, pdl=self.pdl).float()

@@ -136,6 +136,11 @@ class GatedMLP:
         The residual is overwritten where weights allow it."""
         return self.down.add_to(residual, self.gate_up(x, norm, gated=True, gelu=self.gelu))
 
+    def step(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
+        """``x + mlp(rms_norm(x))`` of the few rows of a fused step; see ``linear``."""
+        heads = self.gate_up(x, norm, steady=steady, pdl=pdl, gated=True, gelu=self.gelu)
+        return self.down(heads, residual=x, steady=steady, pdl=pdl)
+
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         """``mlp(rms_norm(x))``, [rows, hidden]."""
         return self.down(self.gate_up(x, norm, gated=True, gelu=self.gelu))
@@ -166,7 +171,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     first, rows = parameters[0], [len(parameter) for parameter in parameters]
     if len(parameters) == 1:
         return first.data
-    whole = _whole(parameters)
+    whole = whole_of(parameters)
     if whole is None:
         whole = torch.cat([parameter.data for parameter in parameters])
         for parameter, part in zip(parameters, whole.split(rows)):
@@ -174,7 +179,7 @@ def _joined(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _whole(parameters: Sequence[Tensor]) -> Tensor | None:
+def whole_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the tensor that the parameters are consecutive views of, if they were joined before."""
     first = parameters[0]
     start = first.storage_offset()

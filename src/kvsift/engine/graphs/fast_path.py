@@ -131,7 +131,9 @@ class FastPath:
     @property
     def not_fused(self) -> Objections:
         """Objections to models whose forward pass is to be fused: on a CPU without captured steps more are."""
-        return FusedStep.objections if self.enabled or self._device.type == "cuda" else Decoder.objections
+        if self.enabled or self._device.type == "cuda":
+            return FusedStep.objections + FusedStep.few_rows
+        return Decoder.objections
 
     def fused(self, model: Any) -> FusedModel | None:
         """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""

@@ -1,0 +1,125 @@
+"""A layer of experts in four launches: choices, gates and mixtures as near to float64 as the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
+from kernels.paged_cases import distance
+from torch import Tensor
+
+from kvsift.kernels.routed_experts import (
+    ExpertStacks,
+    choose_experts_reference,
+    choose_experts_triton,
+    gate_experts_reference,
+    gate_experts_triton,
+    mix_experts_reference,
+    mix_experts_triton,
+    takes_stack,
+)
+from kvsift.kernels.scaled_weight import FP8, ScaledStack
+from kvsift.native.experts import Routing
+
+SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
+KINDS = ["plain", "output", "block"]
+if DEVICE == "cuda":
+    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512)]
+
+
+def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:
+    weight = torch.randn(experts, num_out, num_in, generator=draw) / num_in**0.5
+    if kind == "plain":
+        return weight.to(DEVICE, dtype)
+    outs, ins = (1, num_in) if kind == "output" else (128, 128)
+    scales = torch.rand(experts, -(-num_out // outs), -(-num_in // ins), generator=draw) + 0.5
+    return ScaledStack(weight.to(FP8).to(DEVICE), scales.to(DEVICE), outs, ins)
+
+
+def drawn(
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str = "plain", shared: str = "none",
+    sigmoid: bool = False,
+) -> tuple[Tensor, tuple[Tensor, float], ExpertStacks]:  # fmt: skip
+    (experts, top_k, hidden, inter), draw = size, torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, hidden, generator=draw).to(DEVICE, dtype)
+    norm = (torch.rand(hidden, generator=draw) + 0.5).to(DEVICE, dtype), 1e-6
+    router = torch.randn(experts + (shared == "gated"), hidden, generator=draw) / hidden**0.5
+    bias = torch.randn(experts, generator=draw).to(DEVICE) if sigmoid else None
+    every = experts + (shared != "none")
+    kinds = kind, dtype, draw
+    return x, norm, ExpertStacks(
+        router.to(DEVICE, dtype), stack(every, 2 * inter, hidden, *kinds), stack(every, hidden, inter, *kinds),
+        Routing(top_k, sigmoid, normalised=not sigmoid or top_k > 2, factor=2.5 if sigmoid else 1.0), bias,
+        shared != "none", shared == "gated",
+    )  # fmt: skip
+
+
+def in_float64(stacks: ExpertStacks, dtype: torch.dtype) -> ExpertStacks:
+    weights = (
+        each.double() if isinstance(each, Tensor)
+        else each.values.double() * each.scales.double().repeat_interleave(each.outs, 1)[:, : each.shape[1]]
+        .repeat_interleave(each.ins, 2)[..., : each.shape[2]]
+        for each in (stacks.gate_up, stacks.down)
+    )  # fmt: skip
+    return ExpertStacks(
+        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated
+    )  # fmt: skip
+
+
+@needs_triton
+@crossed(
+    size=SIZES, rows=[1, 3], dtype=DTYPES, shared=["none", "plain", "gated"], sigmoid=[False, True]
+)  # fmt: skip
+def test_rows_get_the_experts_of_the_reference(
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, shared: str, sigmoid: bool
+) -> None:
+    x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=sigmoid)
+    normal, chosen, weights = choose_experts_reference(x, norm, stacks)
+    for _ in range(2):  # the second time with what the first one has left
+        found = choose_experts_triton(x, norm, stacks)
+        assert torch.equal(found[1], chosen)
+        torch.testing.assert_close(found[0], normal)
+        torch.testing.assert_close(found[2], weights, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_the_first_of_equal_experts_is_chosen_whatever_the_logits(sigmoid: bool) -> None:
+    x, norm, stacks = drawn((20, 4, 64, 16), 2, torch.float16, sigmoid=sigmoid)
+    stacks.router[5:] = stacks.router[5]
+    if stacks.bias is not None:
+        stacks.bias.fill_(-2.0)
+    chosen = choose_experts_reference(x, norm, stacks)[1]
+    assert torch.equal(choose_experts_triton(x, norm, stacks)[1], chosen)
+    stacks.router[:] = float("nan")  # as of a row that is only there to capture a step
+    chosen = choose_experts_triton(x, norm, stacks)[1]
+    assert chosen.min() >= 0
+    assert chosen.max() < 20
+
+
+@needs_triton
+@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS)
+def test_experts_are_gated_and_mixed(size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str) -> None:
+    if kind != "plain" and dtype == torch.float32:
+        dtype = torch.float16
+    x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain")
+    assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
+    normal, chosen, weights = choose_experts_reference(x, norm, stacks)
+    wide = in_float64(stacks, dtype)
+    exact = gate_experts_reference(normal.double(), chosen, wide)
+    heads = gate_experts_reference(normal, chosen, stacks)
+    plain = distance(heads, exact)
+    assert distance(gate_experts_triton(normal, chosen, stacks), exact) <= max(2 * plain, 1e-6)
+    exact = mix_experts_reference(heads.double(), chosen, weights.double(), x.double(), wide)
+    plain = distance(mix_experts_reference(heads, chosen, weights, x, stacks), exact)
+    assert distance(mix_experts_triton(heads, chosen, weights, x, stacks), exact) <= max(2 * plain, 1e-6)
+
+
+@needs_triton
+def test_a_row_has_the_same_bits_alone_and_beside_others() -> None:
+    x, norm, stacks = drawn(SIZES[1], 5, torch.float16, shared="gated")
+    normal, chosen, weights = choose_experts_triton(x, norm, stacks)
+    mixed = mix_experts_triton(gate_experts_triton(normal, chosen, stacks), chosen, weights, x, stacks)
+    alone = choose_experts_triton(x[2:3], norm, stacks)
+    heads = gate_experts_triton(*alone[:2], stacks)
+    assert torch.equal(mix_experts_triton(heads, *alone[1:], x[2:3], stacks)[0], mixed[2])
