@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import loop_sequences
-from engine.test_hybrid_steps import FAMILIES, MORE, write_family
+from engine.test_hybrid_steps import DELTA, FAMILIES, MORE, write_family
 from engine.tiny_directory import text_of, write_anchors, write_model
 from refusals import refused
 
@@ -124,6 +124,16 @@ def test_hybrids_are_captured(family: str, tmp_path: Path) -> None:
     assert {answer.path for answer in fast} == {"captured"}
     assert tokens(fast) == tokens(slow)
     assert [answer.decode("density") for answer in fast] == [answer.decode("density") for answer in slow]
+
+
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_gated_delta_nets_lose_what_rounding_costs(quantize: str | None, tmp_path: Path) -> None:
+    """Alone, and in a batch, whose products are others."""
+    directory = write_model(tmp_path, "Qwen3_5", eos_token_id=None, **{**SIZES, **DELTA})
+    fast, slow = (llm(directory, path, "bfloat16", quantize=quantize) for path in ("captured", "composed"))
+    for text, answer in zip(TEXTS[:1] + TEXTS, answers(fast, TEXTS[:1], plan="dense") + answers(fast, plan="dense")):
+        assert answer.path == "captured"
+        assert replay(slow, "dense", text, answer.token_ids)[0] < ROUNDING
 
 
 def test_layers_that_reuse_are_captured(directory: Path, tmp_path: Path) -> None:

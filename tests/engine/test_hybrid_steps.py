@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma4": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "num_hidden_layers": 4,
                "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
                "num_kv_shared_layers": 2},
+    "Qwen3_5": DELTA,
     "Qwen3_5Moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_ff_dim": 32},
     "NemotronH": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "num_hidden_layers": 4, **ROUTED,
@@ -48,7 +49,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
                   "moe_shared_expert_intermediate_size": 16},
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
-    "Qwen3_5": DELTA,
     "Qwen3Next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "OlmoHybrid": DELTA,
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "num_dense_layers": 1, **EXPERTS},

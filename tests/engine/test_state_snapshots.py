@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.hybrids import HYBRIDS, write_hybrid
+from engine.test_hybrid_steps import write_family
 from engine.test_sequences import Recorded
 from engine.tiny_directory import text_of
 from refusals import refused
@@ -131,9 +132,9 @@ def test_turns_of_a_chat_begin_with_what_was_read(one_of_each: Path) -> None:
     assert answer.no_reuse == ""
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next", "Gemma3"])
 def test_captured_steps_begin_with_states(family: str, tmp_path: Path) -> None:
-    directory = write_hybrid(tmp_path, family)
+    directory = write_family(tmp_path, family)
     one, llm = (new_llm(directory, path=path, keep_tokens=10_000) for path in ("composed", "eager"))
     options: dict[str, Any] = {"plan": PLANS[0], "max_new_tokens": 9}
     for text in (text_of(150), text_of(100) + "x" * 50, text_of(150)):

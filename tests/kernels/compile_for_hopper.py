@@ -13,8 +13,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.append import append_triton
+from kvsift.kernels.delta_step import DeltaNet, delta_step_triton
 from kvsift.kernels.int4_weight import Int4Weight, expand_int4_triton
-from kvsift.kernels.linear import linear_triton
+from kvsift.kernels.linear import gate_heads_triton, linear_triton
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_triton
@@ -67,6 +68,15 @@ def launch_all(pdl: bool) -> None:
     )
     kv8 = coded(kv)
     qkv_rotary_append_triton(qkv, angles, angles, kv8, summaries, num_query_heads=4, pdl=pdl)
+    qkv_rotary_append_triton(
+        zeros(2, 12 * head_dim), zeros(2, 32), zeros(2, 32), kv, summaries, num_query_heads=4, q_norm=head_norm,
+        k_norm=head_norm, norm_offset=1.0, gated=True, pdl=pdl,
+    )  # fmt: skip
+    gate_heads_triton(zeros(2, 4, head_dim), zeros(2, 4, head_dim), pdl=pdl)
+    for by_key_head in (False, True):
+        net = DeltaNet(zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6, 16, 128, by_key_head)
+        states = zeros(4, 2, 10240, 4), torch.zeros(4, 2, 48, 128, 128)
+        delta_step_triton(zeros(2, 16384), zeros(2, 96), net, *states, torch.ones(1, dtype=torch.int64), pdl=pdl)
     rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
     fp8 = torch.zeros(1000, 512, dtype=FP8)
     by_output, by_block = ScaledWeight(fp8, torch.ones(1000, 1), 1, 512), ScaledWeight(fp8, torch.ones(8, 4), 128, 128)

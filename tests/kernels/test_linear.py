@@ -66,15 +66,16 @@ def draw(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[Tens
     x[:, 0] *= 30  # residual streams have such channels
     bias, residual, norm = torch.randn(num_out), torch.randn(rows, num_out), torch.rand(num_in) + 0.5
     x, bias, residual, norm = (t.to(DEVICE, dtype) for t in (x, bias, residual, norm))
-    return x, {"bias": bias, "residual": residual, "norm": (norm, 1e-5)}
+    norms = norm, 1e-5, float(num_out % 2)  # some have an offset
+    return x, {"bias": bias, "residual": residual, "norm": norms}
 
 
 def exactly(x: Tensor, exact: Tensor, how: dict[str, Any]) -> Tensor:
     """Everything in float64."""
     x = x.double()
     if "norm" in how:
-        norm, eps = how["norm"]
-        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+        norm, eps, offset = how["norm"]
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (norm.double() + offset)
     return x @ exact.T + sum(how[name].double() for name in ("bias", "residual") if name in how)
 
 

@@ -9,46 +9,56 @@ from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from kvsift.kernels.append import append_reference
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rotary_append import qkv_rotary_append, qkv_rotary_append_reference, qkv_rotary_append_triton
 
-SHAPES = [  # (query heads, KV heads, head_dim, rotary_dim, head norms)
-    (4, 2, 16, 16, False),  # the usual, in small
-    (6, 2, 12, 12, True),  # group of 3, head_dim not a power of two, norms
-    (2, 2, 16, 8, True),  # no grouping, half of a head rotated
+Shape = tuple[int, int, int, int, str]  # query heads, KV heads, head_dim, rotary_dim, what there is more
+SHAPES = [
+    (4, 2, 16, 16, ""),  # the usual, in small
+    (6, 2, 12, 12, "norms"),  # group of 3, head_dim not a power of two
+    (2, 2, 16, 8, "norms"),  # no grouping, half of a head rotated
+    (6, 2, 16, 4, "norms and gates"),  # a quarter rotated, and norms with an offset, as in Qwen3.5
 ]
 
 
-def draw(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    num_query_heads, num_kv_heads, head_dim, rotary_dim, norms = shape
-    torch.manual_seed(sum(shape))
-    qkv = 3 * torch.randn(3, (num_query_heads + 2 * num_kv_heads) * head_dim)
+def draw(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    num_query_heads, num_kv_heads, head_dim, rotary_dim, more = shape
+    torch.manual_seed(sum(shape[:4]))
+    gated = "gates" in more
+    qkv = 3 * torch.randn(3, ((2 if gated else 1) * num_query_heads + 2 * num_kv_heads) * head_dim)
     angles = (100 * torch.rand(3, rotary_dim // 2)).repeat(1, 2)
     weights = torch.rand(2, head_dim) + 0.5
     how: dict[str, Any] = {"num_query_heads": num_query_heads, "norm_eps": 1e-5}
-    if norms:
+    if gated:
+        how |= {"gated": True, "norm_offset": 1.0}
+    if more:
         how |= {"q_norm": weights[0].to(DEVICE, dtype), "k_norm": weights[1].to(DEVICE, dtype)}
     return *(t.to(DEVICE, dtype) for t in (qkv, angles.cos(), angles.sin())), how  # type: ignore[return-value]
 
 
-def case(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> PagedKV:
+def case(shape: Shape, dtype: torch.dtype) -> PagedKV:
     return paged_kv([1, 6, 8], shape[1], 4, shape[2], dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_reference_is_transformers_bit_for_bit(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
+def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
     qkv, cos, sin, how = draw(shape, dtype)
     kv = case(shape, dtype)
     other = copy_of(kv)
     queries = qkv_rotary_append_reference(qkv, cos, sin, kv, {}, **how)
-    heads = qkv.view(3, -1, shape[2])
-    q, k, v = heads.split([shape[0], shape[1], shape[1]], 1)
+    if "gates" in shape[4]:
+        gated, rest = qkv.split([2 * shape[0] * shape[2], 2 * shape[1] * shape[2]], 1)
+        q = gated.view(3, shape[0], -1).chunk(2, 2)[0]  # as Qwen3_5Attention splits them
+        k, v = rest.view(3, 2, shape[1], shape[2]).unbind(1)
+    else:
+        q, k, v = qkv.view(3, -1, shape[2]).split([shape[0], shape[1], shape[1]], 1)
     if shape[4]:
         for name, states in (("q_norm", q), ("k_norm", k)):
-            norm = Qwen3RMSNorm(shape[2], eps=1e-5).to(DEVICE)
+            norm = (Qwen3_5RMSNorm if "gates" in shape[4] else Qwen3RMSNorm)(shape[2], eps=1e-5).to(DEVICE)
             norm.weight.data = how[name]
             q, k = (norm(states), k) if name == "q_norm" else (q, norm(states))
     rotary = shape[3]
@@ -63,9 +73,7 @@ def test_the_reference_is_transformers_bit_for_bit(shape: tuple[int, int, int, i
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_is_as_near_to_float32_as_the_reference(
-    shape: tuple[int, int, int, int, bool], dtype: torch.dtype
-) -> None:
+def test_the_twin_is_as_near_to_float32_as_the_reference(shape: Shape, dtype: torch.dtype) -> None:
     qkv, cos, sin, how = draw(shape, dtype)
     kv = case(shape, dtype)
     summaries = pools_of(["minmax"], kv)

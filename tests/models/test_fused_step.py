@@ -14,6 +14,7 @@ from kvsift.models.projection import Projection
 from kvsift.plan.capabilities import reason
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
+DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
 
 
@@ -62,10 +63,14 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
     assert torch.allclose(mixed(x, residual=residual), residual + torch.cat([plain(x), special(x)], 1))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe"])
-def test_llama_like_models_are_taken(family: str) -> None:
-    assert kind_of_step(tiny(family)) == ("fused", [])
-    assert reason(tiny(family), NO_STEP) is None
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe")]
+    + [("Qwen3_5", DELTA)],
+)
+def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> None:
+    assert kind_of_step(tiny(family, **changes)) == ("fused", [])
+    assert reason(tiny(family, **changes), NO_STEP) is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,8 @@ def test_llama_like_models_are_taken(family: str) -> None:
         ("Mistral", {"sliding_window": 64}, "without full attention"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "without full attention"),
         ("Llama", {"hidden_act": "gelu"}, "uses gelu, not silu"),
+        ("Qwen3_5", {"layer_types": ["linear_attention"] * 2}, "without full attention"),
+        ("Qwen3_5", {**DELTA, "linear_value_head_dim": 160}, "linear heads of 160 numbers"),
         ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "changes its angles"),
         ("Llama", {"rope_parameters": {**ROPE, **LONG, "rope_type": "longrope"}}, "changes its angles"),
     ],

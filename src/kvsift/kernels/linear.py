@@ -1,5 +1,5 @@
 """A linear layer on a few rows, with the RMS norm before it and the residual after it in the same launch; or gate and
-up projection, and their product gated by SiLU."""
+up projection, and their product gated by SiLU. Also gates of heads of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
 from kvsift.kernels.scaled_weight import full_product
 from kvsift.kernels.skinny_product import Norm, Tiling, Weight, is_skinny, product_arguments, row_products
 from kvsift.kernels.streamed_linear import streamed_linear, streams
-from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
 
@@ -33,7 +33,7 @@ def linear(
         weight: [out, in], of the dtype of ``x``, scaled 8-bit floats, or codes of 4 bits; of gate, then of up, if
             ``gated``.
         bias: [out].
-        norm: weight [in] and eps of an RMS norm of ``x``.
+        norm: weight [in] and eps of an RMS norm of ``x``, and perhaps what is added to the weight.
         residual: [rows, out].
         gated: without bias and residual.
         steady: a row has the same bits whatever the number of rows (``Projection.keeps_bits``).
@@ -93,15 +93,15 @@ def linear_triton(
 @jit_for_any("rows")
 def _linear_kernel(
     out_ptr, bias_ptr, residual_ptr, residual_row, num_out, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps,
-    x_row, weight_row, scale_row, rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
-    SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    norm_offset, x_row, weight_row, scale_row, rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     known = tl.minimum(outs, num_out - 1)  # the last tile may exceed the outputs: it repeats the last one
     y = row_products(
-        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, known, ROWS,
-        OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
+        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, norm_offset, x_row, weight_row, scale_row, rows, num_in,
+        known, ROWS, OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
     )  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (outs < num_out)[None, :]
@@ -116,16 +116,17 @@ def _linear_kernel(
 
 @jit_for_any("rows")
 def _gated_linear_kernel(
-    out_ptr, inter, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, inter, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, norm_offset, x_row, weight_row, scale_row,
+    rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr,
+    SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # a gate and its up are adjacent in the tile, so that one loop streams both and one thread has both
     pair = tl.arange(0, OUTS)
     known = tl.minimum(tl.program_id(0) * (OUTS // 2) + pair // 2, inter - 1) + pair % 2 * inter
     products = row_products(
-        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, known, ROWS,
-        OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
+        x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, norm_offset, x_row, weight_row, scale_row, rows, num_in,
+        known, ROWS, OUTS, INS, SCALE_OUTS, SCALE_INS, EVEN, DOT, DEPTH, PREFETCH, PDL,
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be
@@ -165,3 +166,37 @@ def _gate_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr):
     gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
     up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)
     tl.store(out_ptr + row * inter + i, gated(gate, up).to(gate.dtype), mask=i < inter)
+
+
+def gate_heads(heads: Tensor, gates: Tensor, *, pdl: bool = False) -> Tensor:
+    """Compute ``heads * sigmoid(gates)``, both rounded; [rows, num_heads, head_dim] -> [rows, num_heads * head_dim]."""
+    if not runs_on_triton(heads):
+        return (heads * gates.sigmoid()).flatten(1)
+    return gate_heads_triton(heads, gates, pdl=pdl)
+
+
+def gate_heads_triton(heads: Tensor, gates: Tensor, *, pdl: bool = False) -> Tensor:
+    rows, num_heads, head_dim = heads.shape
+    assert heads.is_contiguous()
+    assert gates.stride(2) == 1
+    out = heads.new_empty(rows, num_heads * head_dim)
+    _gate_heads_kernel[rows, num_heads](
+        heads, gates, out, gates.stride(0), gates.stride(1), D=head_dim, DP=power_of_two(head_dim), PDL=pdl,
+        num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _gate_heads_kernel(
+    heads_ptr, gates_ptr, out_ptr, gate_row, gate_head, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr
+):
+    row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DP)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = (row * tl.num_programs(1) + head) * D + d
+    x = tl.load(heads_ptr + at, mask=d < D, other=0.0)
+    gate = tl.load(gates_ptr + row * gate_row + head * gate_head + d, mask=d < D, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + at, (x.to(tl.float32) * share).to(x.dtype), mask=d < D)

@@ -24,6 +24,8 @@ def qkv_rotary_append(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Normalise and rotate the heads of one token per row, append its key and value, return its queries.
@@ -32,6 +34,7 @@ def qkv_rotary_append(
 
     Args:
         qkv: [rows, (num_query_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values.
+            If ``gated``, a gate of as many numbers follows each query head (Qwen3-Next), which is left alone.
         cos, sin: [rows, rotary_dim], of each row's position, with the same angles in both halves. The first
             rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
         kv: pools to write to; ``lengths`` count the new token.
@@ -39,12 +42,16 @@ def qkv_rotary_append(
         num_query_heads: number of query heads of the layer.
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
         norm_eps: epsilon of these norms.
+        norm_offset: added to their weights, see ``rms_norm``.
         pdl: programmatic dependent launch: may start while the kernel before still runs (Hopper and later).
 
     Returns:
         Queries [rows, num_query_heads, head_dim].
     """
-    options = {"num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+    options = {
+        "num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps,
+        "norm_offset": norm_offset, "gated": gated,
+    }  # fmt: skip
     if runs_on_triton(qkv):
         return qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
     return qkv_rotary_append_reference(qkv, cos, sin, kv, summaries, **options)  # type: ignore[arg-type]
@@ -61,13 +68,17 @@ def qkv_rotary_append_reference(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    gated: bool = False,
 ) -> Tensor:
     heads = qkv.unflatten(1, (-1, kv.head_dim))
-    queries, keys, values = heads.split([num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
+    step = 2 if gated else 1
+    queries, keys, values = heads.split([step * num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
+    queries = queries[:, ::step]
     if q_norm is not None:
-        queries = rms_norm_reference(queries, q_norm, norm_eps)
+        queries = rms_norm_reference(queries, q_norm, norm_eps, norm_offset)
     if k_norm is not None:
-        keys = rms_norm_reference(keys, k_norm, norm_eps)
+        keys = rms_norm_reference(keys, k_norm, norm_eps, norm_offset)
     append_reference(kv, rotate(keys, cos, sin), values, summaries)
     return rotate(queries, cos, sin)
 
@@ -91,6 +102,8 @@ def qkv_rotary_append_triton(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+    gated: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     rows = qkv.shape[0]
@@ -99,8 +112,8 @@ def qkv_rotary_append_triton(
     queries = qkv.new_empty(rows, num_query_heads, kv.head_dim)
     _rotary_append_kernel[rows, num_query_heads + kv.num_kv_heads](
         qkv, cos, sin, queries, q_norm, k_norm, norm_eps, qkv.stride(0), cos.stride(0),
-        **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=cos.shape[1], PDL=pdl,
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=cos.shape[1],
+        OFFSET=norm_offset, GATED=gated, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     summarise_without_twins(kv, summaries)
     return queries
@@ -111,7 +124,7 @@ def _rotary_append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angle_row, keys_ptr, values_ptr,
     table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
     WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
-    KVH: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+    KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
@@ -124,11 +137,13 @@ def _rotary_append_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # after the wait: an early kernel may rely on all before this launch
     qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
+    STEP: tl.constexpr = 2 if GATED else 1  # heads from a query to the next one
     if head < H:
-        query = rotated_head(qkv + head * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY)
+        query = rotated_head(qkv + head * STEP * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY, OFFSET)
         tl.store(queries_ptr + (row * H + head) * D + d, query, mask=d < D)
     else:
-        key = rotated_head(qkv + head * D, cos, sin, k_norm_ptr, eps, D, DP, ROTARY)
+        qkv += (STEP - 1) * H * D
+        key = rotated_head(qkv + head * D, cos, sin, k_norm_ptr, eps, D, DP, ROTARY, OFFSET)
         value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
         store_token(
             key, value, page, slot, keys, head - H, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page,
@@ -137,7 +152,10 @@ def _rotary_append_kernel(
 
 
 @jit
-def rotated_head(head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr):
+def rotated_head(
+    head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
     """One head [DP], normalised if it has a norm, its first ROTARY numbers rotated."""
     d = tl.arange(0, DP)
     rotary = d < ROTARY
@@ -148,8 +166,8 @@ def rotated_head(head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP:
     if norm_ptr is not None:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
-        x = weighted(wide * scale, tl.load(norm_ptr + d, mask=d < D, other=0.0), 0, dtype)
-        y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=rotary, other=0.0), 0, dtype)
+        x = weighted(wide * scale, tl.load(norm_ptr + d, mask=d < D, other=0.0), OFFSET, dtype)
+        y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=rotary, other=0.0), OFFSET, dtype)
     cos = tl.load(cos_ptr + d, mask=rotary, other=1.0).to(dtype).to(tl.float32)
     sin = tl.load(sin_ptr + d, mask=rotary, other=0.0).to(dtype).to(tl.float32)
     y = tl.where(d < ROTARY // 2, -y.to(tl.float32), y.to(tl.float32))

@@ -281,7 +281,7 @@ def _expert_products_kernel(
     if scales_ptr is not None:
         scales = scales_ptr + expert * scales_of_expert + known // SCALE_OUTS * scales_of_out
     x_ptr += pair // repeats * num_in
-    products = sum_products(x_ptr, weights, scales, None, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)  # [1, OUTS]
+    products = sum_products(x_ptr, weights, scales, None, 0.0, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
     if scales_ptr is not None and SCALE_INS == 0:
         products *= tl.load(scales)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty

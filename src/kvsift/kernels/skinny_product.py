@@ -29,7 +29,7 @@ HOPPER_BYTES = 232448  # of shared memory for a program
 LANE = constant(8)  # consecutive numbers of a row that a thread loads without tensor cores: 16 bytes
 SCALE_INS = 128  # inputs that share a scale, for which tiles are made
 Weight = Tensor | ScaledWeight | Int4Weight  # [out, in]
-Norm = tuple[Tensor, float]  # weight [in] and eps of an RMS norm
+Norm = tuple[Tensor, float] | tuple[Tensor, float, float]  # of RMS: weight [in], eps, added to the weight
 
 
 class Tiling(NamedTuple):
@@ -121,7 +121,7 @@ def product_arguments(
     assert not tiling.dot or scale_ins % tiling.ins == 0, "a tile has one scale per output"
     if tiling.dot and norm is not None:
         x, norm = rms_norm(x, *norm, pdl=pdl), None
-    norm_weight, eps = norm or (None, 0.0)
+    norm_weight, eps, offset = (*(norm or (None, 0.0)), 0.0)[:3]
     tile, depth = 1, tiling.depth
     if tiling.dot:
         tile = 16 if rows <= 16 else MAX_ROWS
@@ -131,6 +131,7 @@ def product_arguments(
     turn = tiling.ins if tiling.dot else tiling.ins * depth  # inputs per turn of the loop
     return {
         "x_ptr": x, "weight_ptr": values, "scale_ptr": scales, "zero_ptr": zeros, "norm_ptr": norm_weight, "eps": eps,
+        "norm_offset": offset,
         "x_row": x.stride(0), "weight_row": values.stride(0), "scale_row": 0 if scales is None else scales.stride(0),
         "rows": rows, "num_in": num_in, "ROWS": tile, "OUTS": tiling.outs, "INS": tiling.ins,
         "SCALE_OUTS": scale_outs, "SCALE_INS": scale_ins, "EVEN": num_in % turn == 0,
@@ -147,8 +148,8 @@ def shared_bytes(device: int) -> int:
 
 @jit
 def row_products(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, x_row, weight_row, scale_row, rows, num_in, outs,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, norm_offset, x_row, weight_row, scale_row, rows, num_in,
+    outs, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
     EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """float32 [ROWS, OUTS]: rows of x times the weights of ``outs`` [OUTS]; a row in registers may be normalised."""
@@ -170,7 +171,7 @@ def row_products(
             )
         else:
             products = sum_int4_products(
-                x_ptr, weights, scales, zeros, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
+                x_ptr, weights, scales, zeros, norm_ptr, eps, norm_offset, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
             )
     else:
         scales = None
@@ -181,7 +182,9 @@ def row_products(
                 x_ptr, weights, scales, x_row, rows, num_in, ROWS, OUTS, INS, SCALE_INS, EVEN, DEPTH
             )
         else:
-            products = sum_products(x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
+            products = sum_products(
+                x_ptr, weights, scales, norm_ptr, eps, norm_offset, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH
+            )
         if scale_ptr is not None and SCALE_INS == 0:
             products *= tl.load(scales)[None, :]
     return products
@@ -189,8 +192,8 @@ def row_products(
 
 @jit
 def sum_products(
-    x_ptr, weights, scales, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_INS: tl.constexpr,
-    EVEN: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, weights, scales, norm_ptr, eps, norm_offset, num_in, OUTS: tl.constexpr, INS: tl.constexpr,
+    SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One row: an iteration loads DEPTH * INS weights of every output before it adds any.
 
@@ -214,7 +217,7 @@ def sum_products(
         x = load(x_ptr + (start + i), inside, EVEN).to(tl.float32)
         if norm_ptr is not None:
             squares += tl.sum(x * x, AXIS)
-            x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
+            x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32) + norm_offset
         if scales is not None:
             w = w.to(tl.float16)
         sums = tl.sum(x * w.to(tl.float32), AXIS)
@@ -226,7 +229,7 @@ def sum_products(
 
 @jit
 def sum_int4_products(
-    x_ptr, weights, scales, zeros, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr,
+    x_ptr, weights, scales, zeros, norm_ptr, eps, norm_offset, num_in, OUTS: tl.constexpr, INS: tl.constexpr,
     SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One row and codes of 4 bits: a thread has 8 bytes, which belong to 16 consecutive inputs."""
@@ -242,8 +245,8 @@ def sum_int4_products(
         upper = load(x_ptr + (start + i + 8), inside, EVEN).to(tl.float32)
         if norm_ptr is not None:
             squares += tl.sum(lower * lower + upper * upper, 2)
-            lower *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
-            upper *= load(norm_ptr + (start + i + 8), inside, EVEN).to(tl.float32)
+            lower *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32) + norm_offset
+            upper *= load(norm_ptr + (start + i + 8), inside, EVEN).to(tl.float32) + norm_offset
         group = (start + lane * 16) // SCALE_INS
         centre = 8388616.0  # 2^23, the float32 whose lowest bits are the code, and 8
         if zeros is not None:

@@ -53,7 +53,7 @@ struct Arguments {
     int scale_row;        // scales from an output's to the next one's
     int scale_steps;      // 1 if each step of inputs has a scale of its own, else 0
     int tiles;
-    float eps;
+    float eps, norm_offset;  // of the norm; what is added to its weight
 };
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/streamed_linear.py differs");
 
@@ -256,6 +256,13 @@ struct Shared {
 
 __device__ __forceinline__ int column_numbers(const Arguments &a) { return a.num_in + PADDING; }  // in shared memory
 
+// Eight weights of the norm, from that of an input on.
+__device__ __forceinline__ void norm_weights(const Arguments &a, int i, float (&norm)[8]) {
+    unpack(*(const uint4 *)(a.norm + i), norm);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) norm[j] += a.norm_offset;
+}
+
 #if BITS == 8
 // Rows times the weight of their norm as float16, each times a power of two; and the factors of their products.
 __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows) {
@@ -264,7 +271,7 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *r
         float most = 0.f, sum = 0.f, x[8], norm[8];
         for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
             unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) unpack(*(const uint4 *)(a.norm + i), norm);
+            if (a.norm) norm_weights(a, i, norm);
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 sum += x[j] * x[j];
@@ -289,7 +296,7 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *r
             s.factors[row] = __int_as_float((exponent - 14) << 23) * (a.norm ? rsqrtf(sum / a.num_in + a.eps) : 1.f);
         for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
             unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) unpack(*(const uint4 *)(a.norm + i), norm);
+            if (a.norm) norm_weights(a, i, norm);
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = (a.norm ? x[j] * norm[j] : x[j]) * scale;
             *(uint4 *)(rows + row * column_numbers(a) + i) = make_uint4(
@@ -313,7 +320,7 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *ro
         float sum = 0.f, x[8], norm[8];
         for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {  // whole warps
             unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) unpack(*(const uint4 *)(a.norm + i), norm);
+            if (a.norm) norm_weights(a, i, norm);
             float most = 0.f;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {

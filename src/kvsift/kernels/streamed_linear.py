@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
+from kvsift.kernels.skinny_product import Norm
 
 MAX_ROWS = 4  # more take too much shared memory
 # outputs of a tile; warps of a block, and their stages: of 16 settings the fastest for one row on an H100; fewer stages
@@ -29,7 +30,7 @@ _LinearArguments = arguments(
     "x weight scales zeros norm bias residual out",
     "x_row residual_row weight_row",
     "rows num_in num_out gated scale_outs scale_row scale_steps tiles",
-    "eps",
+    "eps norm_offset",
 )
 
 
@@ -60,7 +61,7 @@ def streamed_linear(
     weight: ScaledWeight | Int4Weight,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     pdl: bool = False,
@@ -71,7 +72,7 @@ def streamed_linear(
         x: [rows, in].
         weight: [out, in], which ``streams`` with these rows; of gates, then of values, if ``gated``.
         bias: [out].
-        norm: weight [in] and eps of an RMS norm of ``x``.
+        norm: weight [in] and eps of an RMS norm of ``x``, and perhaps what is added to the weight.
         residual: [rows, out].
         gated: see ``linear``; without bias and residual.
         pdl: launch while the previous kernel still runs, and request weights at once.
@@ -86,12 +87,12 @@ def streamed_linear(
         values, scale_outs, by_block = weight.values, weight.outs, scales.shape[1] > 1
     num_out = values.shape[0] // (2 if gated else 1)
     out = x.new_empty(rows, num_out)
-    norm_weight, eps = norm or (None, 0.0)
+    norm_weight, eps, offset = (*(norm or (None, 0.0)), 0.0)[:3]
     tensors = (x, values, scales, zeros, norm_weight, bias, residual, out)
     given = _LinearArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
-        scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps,
+        scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps, offset,
     )  # fmt: skip
     grid = _grid(weight, x)
     assert grid is not None

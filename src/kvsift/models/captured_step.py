@@ -27,6 +27,10 @@ class Step(Protocol):
     def keeps_bits(self) -> bool:
         """Whether what a row of blocks gets does not depend, in any bit, on how many rows there are."""
 
+    @property
+    def writes_states(self) -> bool:
+        """Whether steps leave the states of linear layers before them alone (``SlotStates.rings``)."""
+
     def angles(self, num_positions: int) -> Tensor:
         """Return the rotary angles of all positions, to be passed to every step; empty if the model computes them."""
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from kvsift.kernels.delta_step import DeltaNet
 from kvsift.models.experts import Experts
 from kvsift.models.packed_linear import PackedEmbedding
 from kvsift.models.projection import GatedMLP, Norm, Projection
@@ -38,11 +39,16 @@ class LayerWeights:
     head_eps: float
     window: int | None  # tokens that a token sees, itself among them; None: all
     rope: int  # which of the angles rotate its heads
+    gates_heads: bool = False  # a gate follows each query head, of what it attends
+    net: DeltaNet | None = None  # in place of attention; ``qkv`` gives the inputs of ``kernels.delta_step``
+    ba: Projection | None = None  # the last of these, where they are not in ``qkv``
 
     @classmethod
     def of(cls, layer: Any, gelu: bool, ropes: Sequence[str]) -> LayerWeights:
         """Return the weights of a layer, for types of layers that have angles of their own ("" alone: all have the
         same)."""
+        if hasattr(layer, "linear_attn"):
+            return cls._of_delta_net(layer)
         attention, mlp = layer.self_attn, layer.mlp
         q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (
             getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -63,12 +69,32 @@ class LayerWeights:
             1e-6 if q_norm is None else q_norm[1],
             getattr(attention, "sliding_window", None),
             ropes.index(attention.layer_type) if ropes[0] else 0,
+            attention.q_proj.out_features == 2 * attention.o_proj.in_features,
         )
+
+    @classmethod
+    def _of_delta_net(cls, layer: Any) -> LayerWeights:
+        mixer, mlp = layer.linear_attn, layer.mlp
+        by_key_head = hasattr(mixer, "in_proj_qkvz")
+        qkvz = [mixer.in_proj_qkvz] if by_key_head else [mixer.in_proj_qkv, mixer.in_proj_z]
+        ba = [mixer.in_proj_ba] if by_key_head else [mixer.in_proj_b, mixer.in_proj_a]
+        inputs, apart = Projection.of(*qkvz, *ba), None
+        if inputs.weight is None and not inputs.parts:  # checkpoints have these few outputs in more bits
+            inputs, apart = Projection.of(*qkvz), Projection.of(*ba)
+        net = DeltaNet(
+            mixer.conv1d.weight.data.squeeze(1), mixer.A_log.data, mixer.dt_bias.data, mixer.norm.weight.data,
+            float(mixer.norm.variance_epsilon), mixer.num_k_heads, mixer.head_k_dim, by_key_head,
+        )  # fmt: skip
+        return cls(
+            inputs, Projection.of(mixer.out_proj), Experts.of(mlp) if hasattr(mlp, "experts") else GatedMLP.of(mlp),
+            _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm), None, None, None, None, 0.0, None, 0,
+            net=net, ba=apart,
+        )  # fmt: skip
 
     @property
     def products(self) -> tuple[Projection, ...]:
         """All products."""
-        return self.qkv, self.output, *self.mlp.products
+        return self.qkv, *(() if self.ba is None else (self.ba,)), self.output, *self.mlp.products
 
 
 class Decoder:
@@ -121,7 +147,7 @@ class Decoder:
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary_dim = _rotary_dims(model)[0]
-        attention = model.model.layers[0].self_attn
+        attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
         self.scale = float(attention.scaling)
         self.softcap: float | None = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -160,9 +186,10 @@ class Decoder:
 
     def angles_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions [n], each [ropes, n, rotary_dim], by the model's own embedding."""
-        of_each = [
-            self._rotary(self.norm[0], positions.unsqueeze(0), *([kind] if kind else [])) for kind in self._ropes
-        ]
+        places = positions.unsqueeze(0)
+        if hasattr(self._rotary, "mrope_section"):
+            places = places.expand(3, 1, -1)  # time, height and width: one number of a text
+        of_each = [self._rotary(self.norm[0], places, *([kind] if kind else [])) for kind in self._ropes]
         if len(of_each) == 1:
             return of_each[0]
         cos, sin = zip(*of_each)

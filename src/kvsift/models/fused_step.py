@@ -1,4 +1,5 @@
-"""A decode step of a decoder of Llama's shape, in a handful of launches per layer and without the host.
+"""A decode step of a decoder of Llama's shape, in a handful of launches per layer and without the host. Layers may be
+gated delta nets.
 
 The weights are those of the transformers model. Everything that changes from step to step is on the device, so the
 step can be captured in a CUDA graph; transformers' own modules (``path="composed"``) are the specification.
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.append import append_sketches
+from kvsift.kernels.delta_step import delta_step
+from kvsift.kernels.linear import gate_heads
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
-from kvsift.models.decoder import Decoder
+from kvsift.models.decoder import Decoder, LayerWeights
 from kvsift.models.experts import not_stacked
 from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.slot_states import SlotStates
@@ -24,6 +27,8 @@ from kvsift.types import Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROUTED_TYPES = ("glm4_moe", "mixtral", "qwen3_moe")  # with experts
+HYBRID_TYPES = ("qwen3_5_text",)  # with gated delta nets
+MOST_DIM = 128  # of a head of these: a state is in the registers of one program
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
 
 
@@ -35,16 +40,21 @@ class FusedStep(Decoder):
     """
 
     objections: ClassVar[Objections] = (  # to models
-        (lambda model: model.config.model_type not in MODEL_TYPES + ROUTED_TYPES,
+        (lambda model: model.config.model_type not in MODEL_TYPES + ROUTED_TYPES + HYBRID_TYPES,
          "{it.__class__.__name__} is none of the architectures whose steps are fused"),
         (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
          "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
-        (lambda model: set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+        (lambda model: _layer_types(model) - {"full_attention", *(
+            ("linear_attention",) if model.config.model_type in HYBRID_TYPES else ()
+        )} or "full_attention" not in _layer_types(model)
          or (model.config.model_type in ("mistral", *ROUTED_TYPES)
              and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
+        (lambda model: (most := max(getattr(model.config, f"linear_{kind}_head_dim", 0) for kind in ("key", "value")))
+         > MOST_DIM and most,
+         "{it.__class__.__name__} has linear heads of {found} numbers, more than a program holds"),
         (lambda model: max(getattr(getattr(layer.mlp, "gate", None), "num_group", 1) for layer in model.model.layers)
          > 1, "its experts are chosen in groups"),
         (lambda model: next(filter(None, (not_stacked(layer.mlp, model.dtype) for layer in model.model.layers
@@ -55,6 +65,11 @@ class FusedStep(Decoder):
         (lambda model: model.config.model_type in ROUTED_TYPES,
          "the experts of {it.__class__.__name__} multiply many rows by grouped products of transformers"),
     )  # fmt: skip
+    one_by_one: ClassVar[Objections] = (  # to fusing passes over several tokens of a sequence
+        (lambda model: model.config.model_type in HYBRID_TYPES,
+         "{it.__class__.__name__} has layers whose states take one token at a time"),
+    )  # fmt: skip
+    writes_states = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -81,19 +96,46 @@ class FusedStep(Decoder):
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, rotary_dim]
         steady = batch.block > 0
         x = self.embed(tokens)  # [batch, hidden]
-        for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
-            queries = qkv_rotary_append(
-                layer.qkv(x, layer.before_attention, steady=steady, pdl=self.pdl), cos, sin, attend.kv,
-                {kind: pool for kind, pool in pools.items() if kind not in SKETCHES},
-                num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
-                norm_eps=layer.head_eps, pdl=self.pdl,
-            )  # fmt: skip
-            if watched is not None:
-                watched.append(queries)
-            heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
-            behind_one = self.pdl and mode != "mixed"  # kernel, and not two
+        paged = iter(zip(attention, summaries, strict=True))
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(x, layer.before_attention, steady=steady, pdl=self.pdl)
+            behind_one = self.pdl  # kernel, and not two
+            if layer.net is not None:
+                heads = self._feed_states(layer, x, qkv, states, index, steady)
+            else:
+                attend, pools = next(paged)
+                queries = qkv_rotary_append(
+                    qkv, cos, sin, attend.kv, {kind: pool for kind, pool in pools.items() if kind not in SKETCHES},
+                    num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
+                    norm_eps=layer.head_eps, norm_offset=self.norm_offset, gated=layer.gates_heads, pdl=self.pdl,
+                )  # fmt: skip
+                if watched is not None:
+                    watched.append(queries)
+                attended, behind_one = attend.attend(queries, mode, early=self.pdl), self.pdl and mode != "mixed"
+                if layer.gates_heads:
+                    of_heads = qkv[:, : 2 * attended[0].numel()].unflatten(1, (len(attended[0]), 2, -1))
+                    heads, behind_one = gate_heads(attended, of_heads[:, :, 1], pdl=behind_one), self.pdl
+                else:
+                    heads = attended.flatten(1)
             x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
             x = layer.mlp.step(x, layer.before_mlp, steady=steady, pdl=self.pdl)
         written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
         append_sketches(written, batch.space, filled=batch.block > 1)
         return self.head(x, self.norm, steady=steady, pdl=self.pdl).float()
+
+    def _feed_states(
+        self, layer: LayerWeights, x: Tensor, inputs: Tensor, states: SlotStates, index: int, steady: bool
+    ) -> Tensor:
+        """The output of the heads of a gated delta net, [batch, value_heads * value_dim]."""
+        assert layer.net is not None
+        if layer.ba is None:
+            count = 2 * layer.net.value_heads
+            qkvz, ba = inputs[:, :-count], inputs[:, -count:]
+        else:
+            qkvz, ba = inputs, layer.ba(x, layer.before_attention, steady=steady, pdl=self.pdl)
+        conv, recurrent = states.rings(index)
+        return delta_step(qkvz, ba, layer.net, conv, recurrent, states.step, pdl=self.pdl)
+
+
+def _layer_types(model: Any) -> set[str]:
+    return set(getattr(model.config, "layer_types", None) or ["full_attention"])

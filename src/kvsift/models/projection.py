@@ -97,8 +97,6 @@ class Projection:
             assert isinstance(self.weight, Tensor)
             return product(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, gelu=gelu)
         if self.weight is not None:
-            if norm is not None and len(norm) == 3:
-                x, norm = rms_norm(x, *norm), None
             return linear(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
         x = x if norm is None else rms_norm(x, *norm)
         outputs = [module(x) for module in self.modules]

@@ -107,7 +107,7 @@ class FastPath:
     def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
         """Whether sequences of a plan take steps of blocks (``block_groups``), where they take captured ones."""
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
-        return asked and reason(model, FusedStep.objections) is None
+        return asked and reason(model, FusedStep.objections, FusedStep.one_by_one) is None
 
     def reason_plan_uncaptured(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
         """Why decode steps of a model with these settings are not captured; None: they are.
@@ -132,7 +132,7 @@ class FastPath:
     def not_fused(self) -> Objections:
         """Objections to models whose forward pass is to be fused: on a CPU without captured steps more are."""
         if self.enabled or self._device.type == "cuda":
-            return FusedStep.objections + FusedStep.few_rows
+            return FusedStep.objections + FusedStep.few_rows + FusedStep.one_by_one
         return Decoder.objections
 
     def fused(self, model: Any) -> FusedModel | None:

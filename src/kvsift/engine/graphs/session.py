@@ -130,7 +130,7 @@ class Session:
 
     def _new_slots(self, cache: SparseCache, rules: Sequence[Rule | None], number: int, block: int = 0) -> Slots:
         if self._states is None or self._states.num_slots < number:
-            self._states = SlotStates(cache.layers, number)
+            self._states = SlotStates(cache.layers, number, self._step.writes_states)
         return Slots(
             self._step, self._angles, cache, rules, number, self._max_pages, self._graph_memory, block,
             self._states.first(number),

@@ -130,7 +130,7 @@ class Slots:
             layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
         self.layers = list(layers.values())
         self._summaries = [attention.store.pools().summaries for attention in attentions]
-        self._states = SlotStates(cache.layers, num_slots) if states is None else states
+        self._states = SlotStates(cache.layers, num_slots, step.writes_states) if states is None else states
         self._knobs = torch.zeros(4, num_slots, dtype=torch.float64, device=device)  # temperature, limits
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
         self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw

@@ -45,7 +45,8 @@ EXACT_STEPS: Objections = (  # captured
      "plan='dense'."),
     (lambda case: case.runner.reason_uncaptured(case.plan) or case.runner.reason_apart(case.plan),
      "on a GPU, drafts are verified in captured steps, and {found}. Name another plan, or plan='dense'."),
-    (lambda case: reason(case.runner.model, FusedStep.objections), "{found}. Leave exact out, with plan='dense'."),
+    (lambda case: reason(case.runner.model, FusedStep.objections, FusedStep.one_by_one),
+     "{found}. Leave exact out, with plan='dense'."),
 )  # fmt: skip
 
 

@@ -113,6 +113,7 @@ class TransformersStep:
         (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a step has one
          "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
     )  # fmt: skip
+    writes_states = False
     keeps_bits = False  # libraries add up products of one row and of several in other orders
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:

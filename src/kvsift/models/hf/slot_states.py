@@ -22,6 +22,7 @@ from kvsift.models.hf.state_snapshot import DummyLayer
 from kvsift.types import LayerShape
 
 KEPT_STEPS = 3  # that may be forgotten: those that are launched ahead, and the last one read, which may be taken again
+PLACES = KEPT_STEPS + 1  # of states: after the last step, and before each of these
 
 
 class WindowLayer(AttendingLayer):
@@ -51,33 +52,35 @@ class LinearStates:
     """States of one linear-attention, Mamba or convolution layer for sequences in slots.
 
     Attributes:
-        layer: a layer of transformers whose rows are the slots.
+        rings: the states at ``PLACES`` places, [places, slots, ...] each.
+        layer: a layer of transformers whose rows are the slots, with the states at the first place.
     """
 
     def __init__(self, like: LinearAttentionLayer, num_slots: int) -> None:
-        self.layer = _mapped(like, lambda state: state.new_zeros(num_slots, *state.shape[1:]))
-        self._kept = [state.new_zeros(KEPT_STEPS, *state.shape) for state in _states(self.layer)]
+        self.rings = [state.new_zeros(PLACES, num_slots, *state.shape[1:]) for state in _states(like)]
+        rings = iter(self.rings)
+        self.layer = _mapped(like, lambda state: next(rings)[0])
 
     def first(self, num_slots: int) -> LinearStates:
         """Return the first slots, in the same memory."""
         part = copy(self)
         part.layer = _mapped(self.layer, lambda state: state[:num_slots])
-        part._kept = [kept[:, :num_slots] for kept in self._kept]
+        part.rings = [ring[:, :num_slots] for ring in self.rings]
         return part
 
     def keep(self, place: Tensor) -> None:
-        """Remember the states as they are at a place, int64 [1]."""
-        for kept, state in zip(self._kept, _states(self.layer)):
-            kept.index_copy_(0, place, state.unsqueeze(0))
+        """Copy the states at the first place to another one, int64 [1], counted from the second on."""
+        for ring in self.rings:
+            ring[1:].index_copy_(0, place, ring[:1])
 
     def load(self, slot: int, layer: Any) -> None:
-        for state, own in zip(_states(self.layer), _states(layer), strict=True):
-            state[slot] = own[0]
+        for ring, own in zip(self.rings, _states(layer), strict=True):
+            ring[0, slot] = own[0]
 
-    def save(self, slot: int, layer: Any, place: int | None) -> None:
-        """Return the states of a slot to a sequence: as they are, or as they were kept at a place."""
-        for state, kept, own in zip(_states(self.layer), self._kept, _states(layer), strict=True):
-            own[0] = state[slot] if place is None else kept[place, slot]
+    def save(self, slot: int, layer: Any, place: int) -> None:
+        """Return the states of a slot to a sequence, from a place."""
+        for ring, own in zip(self.rings, _states(layer), strict=True):
+            own[0] = ring[place, slot]
 
 
 class SlotStates:
@@ -86,10 +89,17 @@ class SlotStates:
     Args:
         layers: layers of a cache that has attended a token, or was made by ``empty_states``.
         num_slots: sequences side by side.
+        written: steps write the states of linear layers to the next place (``rings``). Otherwise states are changed
+            where they are (``layers``), and copied before.
+
+    Attributes:
+        step: int64 [1], steps since sequences took their slots, this one included; on the device of linear layers.
     """
 
-    def __init__(self, layers: Sequence[Any], num_slots: int) -> None:
-        self.num_slots = num_slots
+    step: Tensor
+
+    def __init__(self, layers: Sequence[Any], num_slots: int, written: bool = False) -> None:
+        self.num_slots, self._written = num_slots, written
         others = list(other_layers(layers).items())
         self._dummies = {index: layer for index, layer in others if type(layer) is DummyLayer}
         self._linear = {i: LinearStates(each, num_slots) for i, each in others if type(each) is LinearAttentionLayer}
@@ -101,9 +111,8 @@ class SlotStates:
         assert len(self._dummies) + len(self._linear) + len(self._rings) == len(others), "no step takes other layers"
         self._lengths = [0] * num_slots  # of the sequences, when they took their slots
         self._steps = 0  # since then
-        state = next((state for each in self._linear.values() for state in _states(each.layer)), None)
-        # int64 [1], where states are kept next
-        self._place = None if state is None else torch.zeros(1, dtype=torch.int64, device=state.device)
+        rings = [ring for each in self._linear.values() for ring in each.rings]
+        self.step = torch.zeros(1, dtype=torch.int64, device=rings[0].device if rings else None)
 
     def first(self, num_slots: int) -> SlotStates:
         """Return the first slots, in the same memory: sequences are either in these or in those."""
@@ -117,8 +126,7 @@ class SlotStates:
     def begin(self) -> None:
         """Count steps from now on: sequences take their slots."""
         self._steps = 0
-        if self._place is not None:
-            self._place.zero_()
+        self.step.zero_()
 
     def load(self, slot: int, layers: Sequence[Any], length: int) -> None:
         """Bring what the layers of a sequence's cache keep of its ``length`` tokens into a slot."""
@@ -133,8 +141,11 @@ class SlotStates:
         after the last step, or up to ``KEPT_STEPS`` fewer."""
         steps = length - self._lengths[slot]
         assert 0 <= self._steps - steps <= KEPT_STEPS, "steps that are longer ago are not kept"
+        place = steps % PLACES
+        if not self._written:
+            place = 0 if steps == self._steps else 1 + steps % KEPT_STEPS
         for index, states in self._linear.items():
-            states.save(slot, layers[index], None if steps == self._steps else steps % KEPT_STEPS)
+            states.save(slot, layers[index], place)
         for index, ring in self._rings.items():
             layer = layers[index]
             layer.keys, layer.values = (tokens.unsqueeze(0) for tokens in ring.last(slot, length))
@@ -145,11 +156,19 @@ class SlotStates:
         self._steps += 1
 
     def keep(self) -> None:
-        """Keep the states before a step; on the device."""
-        if self._place is not None:
+        """Keep the states before a step, and count it; on the device."""
+        if not self._linear:
+            return
+        if not self._written:
+            place = self.step % KEPT_STEPS
             for states in self._linear.values():
-                states.keep(self._place % KEPT_STEPS)
-            self._place += 1
+                states.keep(place)
+        self.step += 1
+
+    def rings(self, index: int) -> Sequence[Tensor]:
+        """Return what a linear layer keeps at all places, [places, slots, ...] each. A step reads place
+        ``(step - 1) % PLACES`` and writes ``step % PLACES``."""
+        return self._linear[index].rings
 
     def layers(self, batch: DecodeBatch) -> dict[int, Any]:
         """Return the layers of transformers for a step of a batch, whose lengths count the new tokens."""
