@@ -10,7 +10,7 @@ import torch
 from engine.apart import DEVICES
 from engine.loop_sequences import alone, new_loop, together, tokens
 from engine.test_grammars import PERSON, drawn_schema, fault_in
-from engine.test_hybrid_steps import MORE, SKETCH
+from engine.test_hybrid_steps import FAMILIES, SKETCH
 from engine.tiny_directory import text_of, write_model
 from refusals import refused
 from turns import in_turns
@@ -94,7 +94,7 @@ def test_a_batch_under_a_grammar_answers_as_composed_steps_do(both: tuple[LLM, L
 
 def test_layers_without_pages_keep_their_states_under_a_grammar(device: str, tmp_path: Path) -> None:
     """Linear attention: sequences that end change the slots of others while a pass is launched ahead."""
-    both = models(write_model(tmp_path, "Qwen3_5", **MORE["Qwen3_5"]), device)
+    both = models(write_model(tmp_path, "Qwen3_5", **FAMILIES["Qwen3_5"]), device)
     options: dict[str, Any] = {"max_new_tokens": 40, "sampling": SAMPLINGS, "grammar": GRAMMARS[1]}
     fast, slow = (llm.generate(TEXTS, plan=SKETCH, **options) for llm in both)
     assert {answer.path for answer in fast} <= {"eager", "captured"}

@@ -8,9 +8,10 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+from kvsift.engine.engine import Engine
 from kvsift.engine.follow import follow
 from kvsift.engine.loop import OUT_OF_MEMORY, Loop
-from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.request import Request
 from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.transcript import TextOutput
@@ -35,7 +36,7 @@ class WarmUp(NamedTuple):
     seconds: float
 
 
-def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: int | None) -> WarmUp:
+def warm_up(runner: Engine, loop: Loop, plans: Sequence[Plan], num_tokens: int | None) -> WarmUp:
     """See ``LLM.warm_up``. Steps of the first plan that selects serve dense sequences, too."""
     started = perf_counter()
     pooled = [plan for plan in plans if runner.reason_apart(plan) is None]
@@ -47,11 +48,12 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: 
     for each in {str(plan.prefill): plan for plan in pooled if plan.prefill is not None}.values():
         loop.call(partial(_read, runner, loop.grid, each))
     num_pages = None if num_tokens is None else -(-num_tokens // DEFAULT_PAGE_SIZE)
-    num_steps = loop.prepare(plan, {kind for each in pooled for kind in each.summaries}, num_pages)
+    exact_plan = runner.executed_plan(plan, 0, GenerateOptions(exact=True))
+    num_steps = loop.prepare(plan, exact_plan, {kind for each in pooled for kind in each.summaries}, num_pages)
     return WarmUp(loop.pages.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
 
 
-def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
+def _answer(runner: Engine, loop: Loop, plan: Plan) -> None:
     """Read a chunk and decode a token: kernels are compiled, and the layers are known."""
     length = min(loop.grid, (runner.directory.max_positions or loop.grid + 1) - 1)  # too short to be shared
     request = Request([0] * length, 2, plan)
@@ -63,7 +65,7 @@ def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
         raise seq.error
 
 
-def _read(runner: ModelRunner, grid: int, plan: Plan) -> None:
+def _read(runner: Engine, grid: int, plan: Plan) -> None:
     """Read a prompt of which a rule of prefill leaves something out, and which ends in a segment, in chunks of the
     loop: kernels are compiled."""
     rule, longest = plan.prefill, min(runner.directory.max_positions or MOST_READ, MOST_READ)

@@ -316,14 +316,16 @@ class Executor:
         positions = self._runner.directory.max_positions
         return None if positions is None else positions // self.page_size + SPARE_PAGES
 
-    def prepare(self, kv: KVPool, plan: Plan, num_seqs: int) -> int:
-        """Capture the steps that up to so many sequences under a plan will take over a pool; returns how many."""
-        rule, most, count = rule_of(plan), kv.pages.num_pages, 0
+    def prepare(self, kv: KVPool, plan: Plan, exact_plan: Plan, num_seqs: int) -> int:
+        """Capture the steps that up to so many sequences under a plan will take over a pool; returns how many. Exact
+        ones have the other plan."""
+        most, count = kv.pages.num_pages, 0
         empty = [group for group in self._groups if group.serves(kv) and not group.seqs]
         in_blocks = self._runner.fast_path.takes_blocks(Plan(), False, self._runner.model)
         kinds: list[GroupKind] = [BlockGroup] if in_blocks else [SequenceGroup]
-        kinds += [SequenceGroup] if in_blocks and rule is not None else []
+        kinds += [SequenceGroup] if in_blocks and rule_of(plan) is not None else []
         for kind in kinds if empty else ():
+            rule = rule_of(exact_plan if kind is BlockGroup else plan)
             fit = [group for group in empty if isinstance(group, kind) and group.may_prepare(rule)]
             group = fit[0] if fit else self._new_group(kind, kv, empty[0].rotation)
             count += group.prepare(rule, num_seqs, min(most, self.longest or most))

@@ -231,19 +231,20 @@ class Loop(EngineThread):
         finally:
             self.post(partial(prefix.give_back, lease))
 
-    def prepare(self, plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
-        """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
-        steps. Some sequence must have decoded in captured steps.
+    def prepare(self, plan: Plan, exact_plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
+        """Allocate pages with these kinds of summary, and let the model capture the steps of a plan, and of exact
+        sequences, whose plan is the other one; returns how many steps. Some sequence must have decoded in captured
+        steps.
 
         ``num_pages`` are by default what ``WARM_SEQUENCES`` sequences need at most, with the prompts that are kept.
         There may be room for fewer.
         """
-        return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
+        return self.call(partial(self._prepare, plan, exact_plan, frozenset(kinds), num_pages))
 
-    def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
+    def _prepare(self, plan: Plan, exact_plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
         num_seqs = min(self.max_seqs, WARM_SEQUENCES)
         self.pages.allocate(kinds, num_seqs, num_pages)
-        return self._executor.prepare(self.pages.kv, plan, num_seqs)
+        return self._executor.prepare(self.pages.kv, plan, exact_plan, num_seqs)
 
     def check(self) -> None:
         """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
