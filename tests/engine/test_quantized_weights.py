@@ -35,11 +35,21 @@ ROUNDING = 0.5  # of the logits: this model makes 0.2 of bfloat16's, and logits 
 FEW = 32  # tokens of a prompt that are multiplied in 16 bits
 PREFIX = "model.layers.2."
 EXPERT_SIZES = {"hidden_size": 192, "moe_intermediate_size": 160, "intermediate_size": 160}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+HYBRID_EXPERTS = {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 160}
 EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "Mixtral": {},
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4Moe": {"n_routed_experts": 4, "num_local_experts": 4, "n_shared_experts": 1},
+    "Qwen3Next": HYBRID_EXPERTS,
+    "Qwen3_5Moe": HYBRID_EXPERTS,
 }
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -138,6 +148,42 @@ def test_experts_of_a_checkpoint_are_read_as_they_lie(
         torch.testing.assert_close(layer.down_proj[expert], down)
 
 
+@pytest.mark.parametrize("name", ["fp8-transformers", "awq"])
+def test_the_decoder_of_a_model_that_also_sees_is_read_as_it_lies(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, folders = {**SIZES, **DELTA}, [tmp_path / "text", tmp_path / "sees"]
+
+    def wrap(config: dict[str, Any], stored: dict[str, Tensor]) -> None:
+        given, text = config.pop("quantization_config"), dict(config)
+        given["modules_to_not_convert"] = ["model.visual.blocks.0.mlp", "model.language_model.layers.0.mlp.gate"]
+        config.clear()
+        vision = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256}
+        config |= {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"],
+                   "text_config": text, "vision_config": vision, "quantization_config": given}  # fmt: skip
+        wrapped = {key.replace("model.", "model.language_model.", 1): stored.pop(key) for key in list(stored)
+                   if key.startswith("model.")}  # fmt: skip
+        head = {key.replace(".0.", ".", 1).replace("model.language_model.layers", "mtp.layers"): tensor.clone()
+                for key, tensor in wrapped.items() if ".layers.0.mlp." in key}  # fmt: skip
+        stored |= wrapped | head | {"model.visual.pos_embed.weight": torch.zeros(4, 32)}
+
+    stay_everywhere(monkeypatch, stays=True)
+    monkeypatch.setattr(quantized, "can_stay_packed", lambda device, dtype: False)  # as on a GPU
+    for folder, change in zip(folders, (None, wrap)):
+        write_quantized(write_model(folder, "Qwen3_5", eos_token_id=None, **sizes), name, change)
+    text, sees = (LLM(folder, QUEST, device="cpu", dtype="float32", path="eager") for folder in folders)
+    mixer = sees.model.model.layers[0].linear_attn
+    assert type(mixer.in_proj_qkv) is type(mixer.out_proj) is (Int4Linear if name == "awq" else ScaledLinear)
+    one, other = (llm.generate([text_of(600), text_of(200)], max_new_tokens=12) for llm in (text, sees))
+    assert [answer.path for answer in other] == ["eager"] * 2
+    assert [answer.token_ids for answer in other] == [answer.token_ids for answer in one]
+    fed = torch.tensor([list(range(3, 63))])
+    stay_everywhere(monkeypatch, stays=False)
+    expanded = LLM(folders[1], QUEST, device="cpu", dtype="float32")
+    with torch.inference_mode():
+        torch.testing.assert_close(sees.model(fed).logits, expanded.model(fed).logits, rtol=1e-3, atol=1e-3)
+
+
 def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
     def drop(config: dict[str, Any], stored: dict[str, Tensor]) -> None:
         for part in ("weight", "weight_scale"):
@@ -151,7 +197,7 @@ def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
 def test_integers_of_experts_are_left_to_transformers(tmp_path: Path) -> None:
     write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "int4-channel")
     assert ModelDirectory.check(tmp_path).is_quantised
-    with refused("unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, and"):
+    with refused("unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, and"):
         LLM(write_model(tmp_path / "plain", "Qwen3Moe", **EXPERT_SIZES), "dense", quantize="int4")
 
 
@@ -206,7 +252,7 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
 
 def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, glm4_moe, .* of phi3"
+        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, glm4_moe, .* of phi3"
     ):
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 

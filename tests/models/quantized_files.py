@@ -15,6 +15,9 @@ from kvsift.kernels.scaled_weight import FP8
 from kvsift.models import quantized
 
 BLOCK, GROUP = 128, 64  # of 8-bit floats, of whole numbers
+LINEAR = tuple(
+    f"{name}.weight" for name in ("_proj", ".in_proj_qkv", ".in_proj_z", ".in_proj_qkvz", ".w1", ".w2", ".w3")
+)
 Tensors = dict[str, Tensor]
 Change = Callable[[dict[str, Any], Tensors], None]
 
@@ -78,7 +81,7 @@ def write_quantized(directory: Path, name: str, change: Change | None = None, **
     how |= settings
     stored, exact = dict(tensors), {key: tensor.float() for key, tensor in tensors.items()}
     for key, weight in tensors.items():
-        if key.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if key.endswith(LINEAR):
             layer = key.removesuffix(".weight")
             parts, exact[key] = (_floats if name in FP8_FORMATS else _whole_numbers)(weight.float(), name, how)
             del stored[key]

@@ -26,8 +26,8 @@ from kvsift.models.hf.slot_states import SlotStates
 from kvsift.types import Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROUTED_TYPES = ("glm4_moe", "mixtral", "qwen3_moe")  # with experts
-HYBRID_TYPES = ("qwen3_5_text",)  # with gated delta nets
+ROUTED_TYPES = ("glm4_moe", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # with experts
+HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta nets
 MOST_DIM = 128  # of a head of these: a state is in the registers of one program
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
 

@@ -168,15 +168,15 @@ def _module_of(name: str, module: nn.Module, weight: Held) -> nn.Module:
 
 
 def round_linears(model: Any, device: torch.device, dtype: torch.dtype, quantize: str) -> None:
-    """Round the weights of all linear layers of a transformers model to one of ``QUANTIZE``, one by one on the device,
-    and those of experts to fp8; an embedding that has been tied to the head stays. Where they cannot stay so, they are
-    expanded again."""
+    """Round the weights of all linear layers of a transformers model that have several outputs to one of ``QUANTIZE``,
+    one by one on the device, and those of experts to fp8; an embedding that has been tied to the head stays. Where they
+    cannot stay so, they are expanded again."""
     name = quantize.removesuffix("_head")
     kept, stays = None if quantize != name else model.get_output_embeddings(), FORMATS[name].stays(device, dtype)
     for path, module in list(model.named_modules()):
         if name == "fp8" and hasattr(module, "has_gate"):
             _round_experts(module, device, dtype, stays)
-        if not isinstance(module, nn.Linear) or module is kept:
+        if not isinstance(module, nn.Linear) or module is kept or module.out_features == 1:  # a gate
             continue
         plain, held = module.weight.detach().to(device), None
         weight = ScaledWeight.of(plain) if name == "fp8" else GroupedCodes.of(plain, FORMATS[name].bits)

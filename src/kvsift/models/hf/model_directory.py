@@ -49,14 +49,13 @@ from kvsift.errors import (
 from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
-from kvsift.models.fused_step import MODEL_TYPES
 from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
-from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, QuantizedCheckpoint
+from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, LINEAR_TYPES, QuantizedCheckpoint
 from kvsift.models.hf.state_snapshot import linear_states
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
@@ -188,7 +187,7 @@ class ModelDirectory:
                 f"the weights in {self.path} are quantised already, and quantize={quantize!r} rounds plain ones. Leave "
                 "it out."
             )
-        types = MODEL_TYPES + (EXPERT_TYPES if quantize in ("fp8", "fp8_head") else ())
+        types = LINEAR_TYPES + (EXPERT_TYPES if quantize in ("fp8", "fp8_head") else ())
         if self.config.model_type not in types:
             raise UnsupportedModel(
                 f"quantize={quantize!r} takes models of the types {', '.join(types)}, and {self.name} is of "
@@ -196,7 +195,9 @@ class ModelDirectory:
             )
         heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
         widths = self.config.hidden_size, self.config.intermediate_size
-        odd = [width for width in (*widths, heads * (head_dim or widths[0] // heads)) if width % GROUP]
+        linear = (getattr(self.config, f"linear_{name}", 0) for name in ("num_value_heads", "value_head_dim"))
+        widths = *widths, heads * (head_dim or widths[0] // heads), prod(linear)
+        odd = [width for width in widths if width % GROUP]
         if quantize in ("int4", "int8") and odd:
             raise UnsupportedModel(
                 f"quantize={quantize!r} rounds weights in groups of {GROUP} inputs, and {self.name} has layers of "
@@ -372,7 +373,8 @@ class ModelDirectory:
                 model, report = self._from_weights(made, self.config, weights, options)
             elif self.stored is not None:
                 config = copy(self.config)
-                del config.quantization_config
+                if hasattr(config, "quantization_config"):  # or a model that also sees has it beside its decoder's
+                    del config.quantization_config
                 weights = self.stored.weights(device, dtype)
                 model, report = self._from_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, weights, options)
                 self.stored.close()

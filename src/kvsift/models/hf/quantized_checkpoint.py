@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from kvsift.models.hf.quantized_formats import Block, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held
 
 log = logging.getLogger("kvsift")
-EXPERT_TYPES = "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe"  # with experts, which are read in 8-bit floats
+LINEAR_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # whose weights are read in any format
+# with experts, which are read in 8-bit floats
+EXPERT_TYPES = "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
+DECODER, OTHERS = "model.language_model.", ("model.visual.", "mtp.")  # in the files of models that also see
 EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 UNUSED = "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "weight_shape"
@@ -51,18 +54,19 @@ class QuantizedCheckpoint:
         Raises:
             InputError: if configuration and files contradict each other.
         """
-        given = getattr(config, "quantization_config", None)
-        types = (*MODEL_TYPES, *EXPERT_TYPES)
-        stored = None if given is None or config.model_type not in types else StoredFormat.of(given, config_file)
-        if stored is None or (config.model_type in EXPERT_TYPES and stored.name != "fp8"):
+        given, kind = getattr(config, "quantization_config", None), config.get_text_config(decoder=True).model_type
+        types = (*LINEAR_TYPES, *EXPERT_TYPES)
+        stored = None if given is None or kind not in types else StoredFormat.of(given, config_file)
+        if stored is None or (kind in EXPERT_TYPES and stored.name != "fp8"):
             return None
+        stored = replace(stored, kept=tuple(map(_own_name, stored.kept)))
         names = stored.names
         if any(file.suffix != ".safetensors" for file in files):
             raise WrongFile(f"{config_file.parent} has {stored.in_words}, which are read from *.safetensors alone.")
         entries: dict[str, tuple[str, tuple[int, ...]]] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118
+                slices = ((name, opened.get_slice(stored)) for name, stored in _own_names(opened))
                 entries |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
         layers = stored.layers(entries)
         blocks = {layer: stored.check(layer, entries, config_file) for layer in layers}
@@ -114,12 +118,11 @@ class QuantizedCheckpoint:
         """
         names, stays, found = self.format.names, self.stays(device, dtype), dict[str, Any]()
         parts = {names.values, names.scales, names.zeros, names.order}
-        for name, file in self._places.items():
+        for name, (file, stored) in self._places.items():
             layer, _, last = name.rpartition(".")
             if last not in UNUSED and not (layer in self.blocks and last in parts):
-                found[name] = LateWeight(
-                    self._opened[file].get_slice(name).get_shape(), dtype, partial(self._plain, name)
-                )
+                shape = self._opened[file].get_slice(stored).get_shape()
+                found[name] = LateWeight(shape, dtype, partial(self._plain, name))
         experts = self._experts()
         of_experts = {layer for own in experts.values() for layers in own for layer in layers}
         for name, own in experts.items():
@@ -175,8 +178,7 @@ class QuantizedCheckpoint:
         vars(self).pop("_opened", None)
 
     def _plain(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened[self._places[name]].get_tensor(name)
-        return tensor.clone()  # no view of the file, which would keep all of it
+        return self._stored(name).clone()  # no view of the file, which would keep all of it
 
     def held(self, layer: str, device: torch.device, dtype: torch.dtype) -> Held | None:
         """Return a weight as products on a device take it; None where float16 does not hold its scales."""
@@ -192,7 +194,7 @@ class QuantizedCheckpoint:
         values, scales = (self._tensor(layer, part, device) for part in (names.values, names.scales))
         is_float = self.format.name == "fp8"
         if not scales.isfinite().all() or (is_float and (values.view(torch.uint8) & 0x7F == 0x7F).any()):
-            file = self._places[f"{layer}.{names.values}"]
+            file, _ = self._places[f"{layer}.{names.values}"]
             raise DamagedFile(f"{layer}.{names.values} in {file} or its scales hold numbers that are not finite.")
         scales = scales.t() if names.by_input and scales.dim() > 1 else scales
         if outs is None:  # as many as outputs, so that it can be joined with others
@@ -218,19 +220,35 @@ class QuantizedCheckpoint:
         is_known = groups.shape == (num_in,) and 0 <= int(groups.min()) <= int(groups.max()) < num_groups
         if not (self.format.has_order and is_known):
             raise DamagedFile(
-                f"{name} in {self._places[name]} does not give {num_in} inputs the {num_groups} groups that the "
+                f"{name} in {self._places[name][0]} does not give {num_in} inputs the {num_groups} groups that the "
                 "configuration calls for."
             )
         return groups
 
     def _tensor(self, layer: str, part: str, device: torch.device) -> Tensor:
-        tensor: Tensor = self._opened[self._places[f"{layer}.{part}"]].get_tensor(f"{layer}.{part}")
-        return tensor.to(device)
+        return self._stored(f"{layer}.{part}").to(device)
+
+    def _stored(self, name: str) -> Tensor:
+        file, stored = self._places[name]
+        tensor: Tensor = self._opened[file].get_tensor(stored)
+        return tensor
 
     @cached_property
     def _opened(self) -> dict[Path, Any]:
         return {file: safe_open(file, framework="pt") for file in self.files}
 
     @cached_property
-    def _places(self) -> dict[str, Path]:
-        return {name: file for file, opened in self._opened.items() for name in opened.keys()}  # noqa: SIM118
+    def _places(self) -> dict[str, tuple[Path, str]]:
+        """The file of each tensor, and its name there."""
+        opened = self._opened.items()
+        return {name: (file, stored) for file, each in opened for name, stored in _own_names(each)}
+
+
+def _own_names(opened: Any) -> Iterator[tuple[str, str]]:
+    """The name of each tensor of an opened file in transformers' text model, and in the file; others are left out."""
+    names = (name for name in opened.keys() if not name.startswith(OTHERS))  # noqa: SIM118
+    return ((_own_name(name), name) for name in names)
+
+
+def _own_name(name: str) -> str:
+    return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
