@@ -197,7 +197,9 @@ def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
 def test_integers_of_experts_are_left_to_transformers(tmp_path: Path) -> None:
     write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "int4-channel")
     assert ModelDirectory.check(tmp_path).is_quantised
-    with refused("unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, and"):
+    with refused(
+        "unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, and"
+    ):
         LLM(write_model(tmp_path / "plain", "Qwen3Moe", **EXPERT_SIZES), "dense", quantize="int4")
 
 

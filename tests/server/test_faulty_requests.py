@@ -43,7 +43,7 @@ SERVER_PLACES: dict[str, tuple[Any, str, Callable[..., int], bool]] = {
     "the end of a stream": (AnswerForm, "last", BY_FORM, True),
 }
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-BESIDE = {"prompt": "Stop", "max_tokens": 200, "temperature": 0.7, "seed": 1000}
+BESIDE = {"prompt": "Stop", "max_tokens": 800, "temperature": 0.7, "seed": 1000}
 AFTER = {"prompt": "Hello", "max_tokens": 3}
 OPTIONS = {"device": "cpu", "chunk_size": 64, "dense_below": 0}
 

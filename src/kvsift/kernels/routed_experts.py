@@ -209,14 +209,14 @@ def _choose_experts_kernel(
 def gate_experts_triton(
     rows: Tensor, chosen: Tensor, stacks: ExpertStacks, *, pdl: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
-    return _products(rows, chosen, stacks.gate_up, True, tiling or choose_tiling(stacks.gate_up), pdl)
+    return _products(rows, chosen, stacks.gate_up, True, tiling or choose_tiling(stacks.gate_up, True), pdl)
 
 
 def mix_experts_triton(
     heads: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor, stacks: ExpertStacks, *, pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
-    tiling = tiling or choose_tiling(stacks.down)
+    tiling = tiling or choose_tiling(stacks.down, False)
     outputs = _products(heads.flatten(0, 1), chosen, stacks.down, False, tiling, pdl)
     (count, per_row, hidden), out = outputs.shape, torch.empty_like(residual, memory_format=torch.contiguous_format)
     _mix_experts_kernel[count, triton.cdiv(hidden, MIXED)](
@@ -226,10 +226,14 @@ def mix_experts_triton(
     return out
 
 
-def choose_tiling(weight: Tensor | ScaledStack) -> Tiling:
-    """Return the tiling of the products of experts; all inputs of an output are loaded at once, up to 2048."""
-    outs, warps = (4, 2) if isinstance(weight, Tensor) else (2, 1)
-    return in_registers(outs, warps, max(1, min(2048, power_of_two(weight.shape[2])) // (256 * warps)))
+def choose_tiling(weight: Tensor | ScaledStack, gates: bool) -> Tiling:
+    """Return the best tiling on an H200, of 1 to 8 rows and Qwen3-30B-A3B's shape; no more inputs at once than there
+    are."""
+    if isinstance(weight, Tensor):
+        outs, warps, depth = (8, 1, 1) if gates else (4, 2, 2)
+    else:
+        outs, warps, depth = (2, 1, 8) if gates else (4, 1, 2)
+    return in_registers(outs, warps, max(1, min(depth, power_of_two(weight.shape[2]) // (256 * warps))))
 
 
 def _products(

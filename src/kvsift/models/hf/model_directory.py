@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -193,10 +193,10 @@ class ModelDirectory:
                 f"quantize={quantize!r} takes models of the types {', '.join(types)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
             )
-        heads, head_dim = self.config.num_attention_heads, getattr(self.config, "head_dim", None)
-        widths = self.config.hidden_size, self.config.intermediate_size
-        linear = (getattr(self.config, f"linear_{name}", 0) for name in ("num_value_heads", "value_head_dim"))
-        widths = *widths, heads * (head_dim or widths[0] // heads), prod(linear)
+        of, heads = partial(getattr, self.config), self.config.num_attention_heads
+        attended = heads * (of("head_dim", None) or self.config.hidden_size // heads)
+        linear = of("linear_num_value_heads", 0) * of("linear_value_head_dim", 0)
+        widths = self.config.hidden_size, of("intermediate_size", 0), attended, linear
         odd = [width for width in widths if width % GROUP]
         if quantize in ("int4", "int8") and odd:
             raise UnsupportedModel(
