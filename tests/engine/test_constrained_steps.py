@@ -141,10 +141,10 @@ def test_others_take_plain_steps_again_once_the_constrained_one_has_ended(
     monkeypatch.setattr(sequence_groups, "MOVE_STEPS", 1)
     llm, constrained = both[0], Sampling(presence_penalty=1.0)
     new_loop(llm)
-    # the constrained one is not read last, while the others decode: a fast GPU would have decoded them by then
-    cases = [(TEXTS[0], QUEST, 48), (TEXTS[2], QUEST, 8, constrained), (TEXTS[1], QUEST, 48)]
+    # the constrained one is short and read second: while a long one was read, a GPU would decode all of the others
+    cases = [(TEXTS[0], QUEST, 160), (TEXTS[1], QUEST, 8, constrained), (TEXTS[2], QUEST, 48)]
     seqs = together(llm, cases)
-    assert [len(tokens(seq)) for seq in seqs] == [48, 8, 48]
+    assert [len(tokens(seq)) for seq in seqs] == [160, 8, 48]
     assert 7 <= sum(kinds) < 12
     assert not any(kinds[-8:])
     assert tokens(seqs[0]) == tokens(alone(llm, *cases[0]))
