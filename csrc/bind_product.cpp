@@ -1,7 +1,9 @@
 // A step of a decoder in Python, but for its attention. Addresses are integers; whoever calls has checked the shapes.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include "draw.hpp"
 #include "experts.hpp"
 #include "extremes.hpp"
 #include "packed.hpp"
@@ -144,6 +146,17 @@ void bind_product(nb::module_& m) {
           rotate(at<std::uint16_t>(heads), num_heads, width, rotated, at<std::uint16_t>(cos), at<std::uint16_t>(sin), of_heads);
         else
           rotate(at<float>(heads), num_heads, width, rotated, at<float>(cos), at<float>(sin), of_heads);
+      },
+      free_gil);
+  m.def(
+      "draw",
+      [](Address logits, std::int64_t count, double temperature, std::uint64_t noise, double top_p, std::int64_t top_k,
+         double min_p) { return Draw(at<float>(logits), count, {temperature, noise, top_p, top_k, min_p}).run(); },
+      free_gil);
+  m.def(
+      "exclude",
+      [](Address logits, std::int64_t count, Address may) {
+        kernels().exclude(at<float>(logits), count, at<std::uint32_t>(may));
       },
       free_gil);
   m.def(

@@ -128,6 +128,22 @@ struct Outputs {
   bool gelu;  // of gates: GELU by tanh, else silu
 };
 
+constexpr int kDrawBlock = 256;  // tokens of one call of could_win
+
+// What tokens are drawn by: see draw.hpp.
+struct DrawNoise {
+  std::uint64_t number;  // the sequence's random one
+  float best, inverse;   // the largest logit; 1 / temperature
+};
+
+// 64 random bits of a token (SplitMix64).
+static inline std::uint64_t mixed_noise(std::uint64_t number, std::uint64_t token) {
+  std::uint64_t mixed = number + (token + 1) * 0x9e3779b97f4a7c15u;
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  return mixed ^ mixed >> 31;
+}
+
 struct Kernels {
   const char* name;
   // scores[q * stride + i] = queries[q] . rows[i]; a score does not depend on the other rows and queries of a call
@@ -171,6 +187,15 @@ struct Kernels {
   // factors silu or GELU of that is multiplied by them (with the bias of the second half), the residual is added
   void (*finish)(const Outputs& to, int num_rows, std::int64_t first, std::int64_t count, const float* products,
                  const float* factors, std::int64_t stride);
+  // the largest of some logits; NaN if any is
+  float (*largest)(const float* logits, std::int64_t count);
+  // the sum of exp((logit - best) * inverse), best the largest of all
+  double (*sum_of_shares)(const float* logits, std::int64_t count, float best, float inverse);
+  // of at most kDrawBlock tokens from number `first` on, positions of those whose number may be above least -> how many
+  std::int64_t (*could_win)(const float* logits, std::int64_t first, std::int64_t count, const DrawNoise& noise, float least,
+                            std::int32_t* positions);
+  // sets logits whose bit is 0 to -inf
+  void (*exclude)(float* logits, std::int64_t count, const std::uint32_t* may);
 };
 
 extern const Kernels kGeneric;

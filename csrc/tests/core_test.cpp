@@ -5,6 +5,7 @@
 
 #include "attention.hpp"
 #include "coded_rows.hpp"
+#include "draw.hpp"
 #include "memory.hpp"
 #include "pages.hpp"
 #include "scan.hpp"
@@ -262,6 +263,36 @@ void check_pages(const Case& c, int threads) {
   }
 }
 
+// Against every token's number, of which the largest wins; which tokens may win at all is tested in Python.
+void check_draw(std::mt19937& random, std::size_t count) {
+  std::normal_distribution<float> number(0, 3);
+  std::vector<float> logits(count);
+  for (float& logit : logits) logit = number(random);
+  std::vector<std::uint32_t> may((count + 31) / 32);
+  for (std::uint32_t& word : may) word = random();
+  may[0] |= 1;
+  kernels().exclude(logits.data(), std::int64_t(count), may.data());
+  const float best = *std::max_element(logits.begin(), logits.end());
+  const std::uint64_t noise = random();
+  for (const Sampler& sampler : {Sampler{0, noise, 1, 1 << 20, 0}, Sampler{0.7, noise, 1, 1 << 20, 0},
+                                 Sampler{0.7, noise, 0.9, 1 << 20, 0}, Sampler{0.7, noise, 1, 3, 0.1}}) {
+    const auto [token, largest] = Draw(logits.data(), std::int64_t(count), sampler).run();
+    CHECK(largest == best && token >= 0 && token < std::int64_t(count) && std::isfinite(logits[std::size_t(token)]));
+    if (sampler.temperature == 0) CHECK(logits[std::size_t(token)] == best);
+    if (sampler.temperature == 0 || sampler.top_p < 1 || sampler.min_p > 0) continue;
+    double most = -std::numeric_limits<double>::infinity();
+    std::size_t winner = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      const double u = (double(mixed_noise(noise, i) >> 11) + 0.5) / 0x1p53;
+      const double it = (double(logits[i]) - best) / sampler.temperature - std::log(-std::log(u));
+      if (it > most) most = it, winner = i;
+    }
+    CHECK(token == std::int64_t(winner));
+  }
+  logits.back() = std::numeric_limits<float>::quiet_NaN();
+  CHECK(std::isnan(Draw(logits.data(), std::int64_t(count), {1, noise, 1, 5, 0}).run().second));
+}
+
 }  // namespace
 
 int main() {
@@ -280,6 +311,7 @@ int main() {
           check_search(c, 1 + std::int64_t(random() % 40), threads);
           check_pages(c, threads);
         }
+    for (std::size_t count : {1, 7, 31, 32, 33, 255, 256, 257, 700, 5000}) check_draw(random, count);
     const Case longer(random, 1, 2, 16, 9000, RowType::bf16);  // several parts per head
     check_search(longer, 300, 3);
     check_attention(longer, random, 3);

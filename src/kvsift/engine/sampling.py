@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kvsift.errors import InvalidValue, LogitsError
 from kvsift.methods import checks
+from kvsift.native.draw import draw as draw_natively
+from kvsift.native.draw import takes_logits
 from kvsift.tokenization.grammar import GrammarState
 
 if TYPE_CHECKING:
@@ -184,15 +186,18 @@ class Chooser:
 
     def _chosen(self, logits: Tensor, ahead: int) -> tuple[int, float]:
         """The token, and the largest logit, which is NaN if any is."""
-        if self._sampling.temperature == 0:
-            token = int(logits.float().argmax())  # of a NaN first; bfloat16 takes a CPU five times as long
+        logits, sampling, token = logits.float(), self._sampling, self._token + ahead
+        if sampling.temperature > 0 and token >= len(self._drawn):
+            self._drawn = sampling.noise(2 * token + 1)
+        if takes_logits(logits):
+            number = int(self._drawn[token]) if sampling.temperature > 0 else 0
+            return draw_natively(logits, sampling.temperature, number, sampling.limits)
+        if sampling.temperature == 0:
+            token = int(logits.argmax())  # of a NaN first
             return token, float(logits[token])
-        token = self._token + ahead
-        if token >= len(self._drawn):
-            self._drawn = self._sampling.noise(2 * token + 1)
         noise = self._drawn[token : token + 1].to(self._device)
         temperature, limits = self._factors
-        tokens, best = draw(logits.float().unsqueeze(0), temperature, noise, limits)
+        tokens, best = draw(logits.unsqueeze(0), temperature, noise, limits)
         return int(tokens), float(best)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidValue, MissingPackage, UnsupportedModel, UnsupportedPrompt
+from kvsift.native.draw import exclude, takes_logits
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
@@ -151,7 +152,10 @@ class GrammarState:
 
     def mask(self, logits: Tensor) -> None:
         """Set logits [vocabulary] of tokens that cannot come next to -inf."""
-        may = np.unpackbits(self.bits(len(logits)).numpy().view(np.uint8), bitorder="little")[: len(logits)]
+        bits = self.bits(len(logits))
+        if takes_logits(logits):
+            return exclude(logits, bits)
+        may = np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")[: len(logits)]
         logits.masked_fill_(torch.from_numpy(may == 0).to(logits.device), -torch.inf)
 
     def bits(self, vocabulary: int) -> Tensor:
