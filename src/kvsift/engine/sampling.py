@@ -186,15 +186,15 @@ class Chooser:
 
     def _chosen(self, logits: Tensor, ahead: int) -> tuple[int, float]:
         """The token, and the largest logit, which is NaN if any is."""
-        logits, sampling, token = logits.float(), self._sampling, self._token + ahead
-        if sampling.temperature > 0 and token >= len(self._drawn):
-            self._drawn = sampling.noise(2 * token + 1)
-        if takes_logits(logits):
-            number = int(self._drawn[token]) if sampling.temperature > 0 else 0
-            return draw_natively(logits, sampling.temperature, number, sampling.limits)
+        logits, sampling = logits.float(), self._sampling  # bfloat16 takes a CPU five times as long
         if sampling.temperature == 0:
             token = int(logits.argmax())  # of a NaN first
             return token, float(logits[token])
+        token = self._token + ahead
+        if token >= len(self._drawn):
+            self._drawn = sampling.noise(2 * token + 1)
+        if takes_logits(logits):
+            return draw_natively(logits, sampling.temperature, int(self._drawn[token]), sampling.limits)
         noise = self._drawn[token : token + 1].to(self._device)
         temperature, limits = self._factors
         tokens, best = draw(logits.unsqueeze(0), temperature, noise, limits)

@@ -161,17 +161,15 @@ class GrammarState:
     def bits(self, vocabulary: int) -> Tensor:
         """Return a bit for each token, 1 if it may come next; int32 [ceil(vocabulary / 32)], the first token's bit is
         the least."""
-        bits = np.zeros(-(-vocabulary // 32), np.int32)
+        size = -(-vocabulary // 32) * 4
         if self.is_complete and not self._ends:
-            return torch.from_numpy(~bits)  # the answer has ended; this is a draft
-        may = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(bits)]
+            return torch.full([size // 4], -1, dtype=torch.int32)  # the answer has ended; this is a draft
+        bits = bytearray(self._matcher.compute_bitmask()[:size])
         self._check()
-        bits[: len(may)] = may
-        ends = bits.view(np.uint8)
+        bits.extend(bytes(size - len(bits)))
         for token in self._ends:  # some may come as text too, such as the end of a line
-            ends[token // 8] &= 0xFF ^ 1 << token % 8
-            ends[token // 8] |= self._matcher.is_accepting() << token % 8
-        return torch.from_numpy(bits)
+            bits[token // 8] = bits[token // 8] & ~(1 << token % 8) | self._matcher.is_accepting() << token % 8
+        return torch.frombuffer(bits, dtype=torch.int32)
 
     def takes(self, token: int) -> bool:
         """Return whether a token may come next."""
