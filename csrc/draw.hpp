@@ -30,8 +30,7 @@ class Draw {
   Draw(const float* logits, std::int64_t count, const Sampler& sampler)
       : logits_(logits), count_(count), sampler_(sampler), best_(kernels().largest(logits, count)) {
     sampler_.top_k = std::min(sampler.top_k, count);
-    // a higher temperature than the true one lets more tokens be looked at, and a lower one may be 0 in float32
-    noise_ = {sampler.noise, best_, 1 / std::max(float(sampler.temperature), 1e-30f)};
+    noise_ = {sampler.noise, best_, float(1 / std::clamp(sampler.temperature, 1e-30, 1e37))};  // beyond, the draw is the same
   }
 
   // The token, and the largest logit: NaN if any is, and any token unless it is finite.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsift import native
-from kvsift.engine.sampling import draw as reference
+from kvsift.engine.sampling import draw_by_torch
 from kvsift.native.draw import draw, exclude
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_reference(
     level: str, logits: torch.Tensor, temperature: float, noise: int, limits: tuple[float, float, float]
 ) -> None:
     numbers = torch.tensor([[temperature], *([limit] for limit in limits)], dtype=torch.float64)
-    expected, best = reference(logits[None], numbers[0], torch.tensor([noise]), numbers[1:])
+    expected, best = draw_by_torch(logits[None], numbers[0], torch.tensor([noise]), numbers[1:])
     before = native.level()
     native.use_level(level)
     try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InvalidValue, LogitsError
+from kvsift.kernels.draw_tokens import draw_tokens, draws
 from kvsift.methods import checks
 from kvsift.native.draw import draw as draw_natively
 from kvsift.native.draw import takes_logits
@@ -342,6 +343,15 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | No
     Returns:
         The tokens, int64 [sequences], and the largest logits, float32 [sequences].
     """
+    if draws(logits):
+        return draw_tokens(logits, temperature, noise, limits)
+    return draw_by_torch(logits, temperature, noise, limits)
+
+
+def draw_by_torch(
+    logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``draw`` in plain torch, which the others are tested against."""
     best, greedy = likeliest(logits)
     # differences are at most 0, so division by any positive temperature is safe
     divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
