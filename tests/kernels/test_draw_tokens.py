@@ -13,7 +13,8 @@ from kvsift.kernels.draw_tokens import draw_tokens, draws
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LIMITS = [  # top_p, top_k, min_p of a sequence
     (1.0, inf, 0.0), (0.9037, inf, 0.0), (0.3019, inf, 0.0), (1e-9, inf, 0.0), (0.999999, inf, 0.0), (1.0, 1.0, 0.0),
-    (1.0, 40.0, 0.0), (0.8071, 20.0, 0.0), (1.0, inf, 0.05), (1.0, inf, 1.0), (0.9533, 50.0, 0.01), (0.5057, 100_000.0, 1e-9),
+    (1.0, 40.0, 0.0), (0.8071, 20.0, 0.0), (1.0, inf, 0.05), (1.0, inf, 1.0), (0.9533, 50.0, 0.01),
+    (0.5057, 100_000.0, 1e-9),
 ]  # fmt: skip
 TEMPERATURES = [0.0, 1e-320, 1e-30, 0.1, 0.6, 1.0, 1.7, 50.0, 1e30, 1e308]
 
