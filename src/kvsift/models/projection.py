@@ -21,6 +21,8 @@ from kvsift.models.scaled_linear import Int4Linear, ScaledLinear
 from kvsift.native.packed import PackedMatrix, packed_product
 from kvsift.native.product import MAX_ROWS, Norm, product, takes_product
 
+MOST_ROWS = 2048  # of a gated MLP at once: what is between its products takes more memory than all else of a chunk
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -132,7 +134,14 @@ class GatedMLP:
     def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None = None) -> Tensor:
         """``residual + mlp(rms_norm(x))``, or of x as it is; x [rows, hidden].
         The residual is overwritten where weights allow it."""
-        return self.down.add_to(residual, self.gate_up(x, norm, gated=True, gelu=self.gelu))
+        if len(x) <= MOST_ROWS:
+            return self.down.add_to(residual, self.gate_up(x, norm, gated=True, gelu=self.gelu))
+        for first in range(0, len(x), MOST_ROWS):
+            rows = slice(first, first + MOST_ROWS)
+            sums = self.add_to(residual[rows], x[rows], norm)
+            if sums.data_ptr() != residual[rows].data_ptr():
+                residual[rows] = sums
+        return residual
 
     def step(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``x + mlp(rms_norm(x))`` of the few rows of a fused step; see ``linear``."""
