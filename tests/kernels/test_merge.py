@@ -9,7 +9,7 @@ from kernels.paged_cases import distance
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference, nothing
-from kvsift.kernels.merge import merge, merge_reference, merge_triton, with_sink_logit
+from kvsift.kernels.merge import merge, merge_all, merge_reference, merge_triton, with_sink_logit
 from kvsift.types import Part
 
 RUNS = [merge_reference, pytest.param(merge_triton, marks=needs_triton)]
@@ -143,3 +143,21 @@ def test_a_sink_logit_takes_its_share_of_the_softmax_and_adds_no_value() -> None
     alone = with_sink_logit(nothing(queries), sink)
     assert not alone.output.any()
     torch.testing.assert_close(alone.lse, sink.view(1, -1, 1).expand(1, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_that_are_made_one_after_the_other_are_rounded_once(dtype: torch.dtype, count: int) -> None:
+    tokens = tuple(tensor.to(DEVICE) for tensor in draw(40))
+    parts = [attend(tokens, torch.arange(index, 40, count)) for index in range(count)]  # type: ignore[arg-type]
+    given = [Part(part.output.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), part.lse) for part in parts]
+    copies = [Part(part.output.clone(), part.lse.clone()) for part in given]
+    expected = Part(given[0].output.float(), given[0].lse)
+    for part in given[1:]:
+        expected = merge(expected, part)
+    merged = merge_all(part for part in given)
+    assert merged.output.dtype == dtype
+    assert torch.equal(merged.output, expected.output.to(dtype))
+    assert torch.equal(merged.lse, expected.lse)
+    for part, copied in zip(given, copies):  # no part is overwritten
+        assert torch.equal(part.output, copied.output)

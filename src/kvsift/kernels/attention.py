@@ -7,6 +7,8 @@ path for what the fused kernels do not support: soft-capping, masks, weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -143,13 +145,15 @@ def _takes_blocks(queries: Tensor) -> bool:
 
 
 def _in_blocks(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
-    parts, start = list[Part](), 0
-    for size, attend in ((BLOCK_KEYS[0], _cudnn), (BLOCK_KEYS[1], _cudnn), (keys.shape[2], _fused)):
-        while start < keys.shape[2] and (start + size <= keys.shape[2] or attend is _fused):
-            block = slice(start, start + size)
-            parts.append(attend(queries, keys[:, :, block], values[:, :, block], scale, False))
-            start += size
-    return merge_all(parts)
+    def parts() -> Iterator[Part]:
+        start = 0
+        for size, attend in ((BLOCK_KEYS[0], _cudnn), (BLOCK_KEYS[1], _cudnn), (keys.shape[2], _fused)):
+            while start < keys.shape[2] and (start + size <= keys.shape[2] or attend is _fused):
+                block = slice(start, start + size)
+                yield attend(queries, keys[:, :, block], values[:, :, block], scale, False)
+                start += size
+
+    return merge_all(parts())
 
 
 def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Part:

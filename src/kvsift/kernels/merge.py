@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -31,31 +30,42 @@ def merge(a: Part, b: Part) -> Part:
     """
     if a.output.shape != b.output.shape or a.lse.shape != b.lse.shape:
         raise ValueError(f"parts differ in shape: {tuple(a.output.shape)} and {tuple(b.output.shape)}")
-    run = merge_reference if a.output.is_cpu or not runs_on_triton(a.output) else merge_triton
-    return run(a, b)
+    return _run(a)(a, b)
 
 
-def merge_all(parts: Sequence[Part]) -> Part:
-    """As ``merge``, of several parts, and rounded once."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    merged = reduce(merge, parts[1:], Part(first.output.float(), first.lse))
-    return Part(merged.output.to(first.output.dtype), merged.lse)
+def _run(a: Part) -> Callable[..., Part]:
+    return merge_reference if a.output.is_cpu or not runs_on_triton(a.output) else merge_triton
 
 
-def merge_reference(a: Part, b: Part) -> Part:
+def merge_all(parts: Iterable[Part]) -> Part:
+    """As ``merge``, of several parts, and rounded once; each may be made when those before it have been merged."""
+    following = iter(parts)
+    merged, is_own = next(following), False
+    dtype, run = merged.output.dtype, _run(merged)
+    for part in following:
+        if not is_own:
+            sums = merged.output.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            merged, is_own = Part(sums, merged.lse), True
+        merged = run(merged, part, overwrite=True)
+        del part  # before the next one is made
+    return Part(merged.output.to(dtype), merged.lse)
+
+
+def merge_reference(a: Part, b: Part, overwrite: bool = False) -> Part:
+    """As ``merge``; ``overwrite`` allows the output of ``a`` to be changed."""
     lse = torch.logaddexp(a.lse, b.lse)
     # exp(-inf - -inf) is NaN: a row without visible tokens in either part takes nothing of b
     share = torch.exp(b.lse - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
     return Part(torch.lerp(a.output.float(), b.output.float(), share).to(a.output.dtype), lse)
 
 
-def merge_triton(a: Part, b: Part) -> Part:
+def merge_triton(a: Part, b: Part, overwrite: bool = False) -> Part:
+    """As ``merge``; with ``overwrite`` the output of ``a``, contiguous, becomes the merged one."""
     num_heads, num_queries, head_dim = a.output.shape[1:]
     a_lse, b_lse = a.lse.contiguous(), b.lse.contiguous()
     a_output, b_output = (p.output if p.output.stride(3) == 1 else p.output.contiguous() for p in (a, b))
-    output, lse = torch.empty_like(a_output, memory_format=torch.contiguous_format), torch.empty_like(a_lse)
+    output = a_output if overwrite else torch.empty_like(a_output, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(a_lse)
     width = power_of_two(head_dim)
     rows = max(1, TILE_NUMBERS // width)
     if lse.numel():

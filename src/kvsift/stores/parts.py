@@ -49,16 +49,16 @@ def _attend_runs(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
     queries, read_keys = segment.queries, reader.keys
     if reader.decodes:  # queries are turned, of which there are fewer than keys
         queries, read_keys = turn(queries), reader.turned_keys
-    parts = [
-        attention(
-            queries, read_keys(start, stop)[None], reader.values(start, stop)[None], shape.scale, softcap=shape.softcap
-        )
-        for start, stop in reader.consecutive(own)
-    ]
+    spans = [(*span, False) for span in reader.consecutive(own)]
     if own < segment.stop:
-        keys, values = read_keys(own, segment.stop)[None], reader.values(own, segment.stop)[None]
-        parts.append(attention(queries, keys, values, shape.scale, causal=True, softcap=shape.softcap))
-    return merge_all(parts)
+        spans.append((own, segment.stop, True))
+    return merge_all(  # one after the other: those of a long chunk take more memory than the model's activations
+        attention(
+            queries, read_keys(start, stop)[None], reader.values(start, stop)[None], shape.scale, causal=causal,
+            softcap=shape.softcap,
+        )
+        for start, stop, causal in spans
+    )  # fmt: skip
 
 
 def attend_verifying(shape: LayerShape, segment: Segment, reader: RowReader) -> tuple[Part, Tensor]:
