@@ -61,13 +61,33 @@ class Kernel:
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1
         if cluster > 1:
-            attributes.append(driver.CUlaunchAttribute())
-            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attributes[-1].value.clusterDim
-            size.x, size.y, size.z = cluster, 1, 1
+            attributes.append(_of_cluster(cluster))
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+    def most_clusters(self, cluster: int) -> int:
+        """Return how many clusters of blocks with the most shared memory run at once."""
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.attrs, config.numAttrs = [_of_cluster(cluster)], 1
+        (clusters,) = _check(driver.cuOccupancyMaxActiveClusters(self._function, config))
+        return int(clusters)
+
+
+def _of_cluster(blocks: int) -> Any:
+    """The attribute of a launch whose neighbouring blocks form clusters."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
+    return attribute
 
 
 @cache

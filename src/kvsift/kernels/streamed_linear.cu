@@ -4,15 +4,17 @@
 // between memory and arithmetic. They are requested before the kernel in front has ended, and the kernel behind may
 // start once the last ones are requested: between two products memory stays busy.
 //
-// A tile is 16 outputs. Each block has some tiles; its warps take turns, 128 bytes of each output at a time, on tensor
-// cores, and add up their parts in the end.
+// A tile is 16 outputs. The blocks of a cluster share some tiles: each has a share of the inputs, so that it needs these
+// inputs of the rows alone. The warps of a block divide its steps (128 bytes of each output of a tile, on tensor cores)
+// into runs of the same length, whatever the tiles. Parts of a tile are added up in the end, in the order of the inputs.
 //
-// Weights of 8 bits become float16, whose range is small: rows are multiplied by a power of two of their own, so that
-// the largest number of each is in [2^14, 2^15). Codes of 4 bits stay integers, which costs one instruction for four of
+// Weights of 8 bits become float16, whose range is small: the inputs of a row that a block has are multiplied by a power
+// of two, so that the largest of them is in [2^14, 2^15). Codes of 4 bits stay integers, which costs one instruction for four of
 // them: rows become integers of 15 bits and a power of two for each group of inputs, and are multiplied in two halves,
 // which are columns of their own. The sums of a group are exact.
 //
-// Compiled for: HALF (rows of float16, else bfloat16), BITS of a weight (8 or 4), WARPS, STAGES; for codes of 4 bits
+// Compiled for: HALF (rows of float16, else bfloat16), BITS of a weight (8 or 4), WARPS, STAGES, SPLIT (blocks of a
+// cluster; 1 for codes of 4 bits), AHEAD (steps that are prefetched while the stages are full); for codes of 4 bits
 // GROUP (inputs that share a scale: 32, 64 or 128) and SCALE_HALF (scales of float16, else bfloat16).
 
 typedef unsigned char u8;
@@ -131,20 +133,46 @@ __device__ __forceinline__ void wait_for_oldest() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
 }
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ __forceinline__ void wait_for_cluster() {
+    if (SPLIT == 1) __syncthreads();
+    else asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ float of_member(const float *at, int member) {  // what lies there in its shared memory
+    if (SPLIT == 1) return *at;
+    u32 address = (u32)__cvta_generic_to_shared(at);
+    float x;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(member));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// A warp's place: the tile, of those of its block, and the step within it.
+// The steps of a block in each of its tiles, and how its warps divide them.
+struct Share {
+    int first, last, total;  // steps of a tile; of all tiles
+    int warps;               // that have any
+
+    __device__ __forceinline__ Share(int steps, int tiles, int member)
+        : first(member * steps / SPLIT), last((member + 1) * steps / SPLIT), total(tiles * (last - first)),
+          warps(min(total, WARPS)) {}
+    __device__ __forceinline__ int start(int warp) const { return (int)((i64)warp * total / warps); }
+    __device__ __forceinline__ int warp_of(int step) const { return (int)(((i64)warps * (step + 1) - 1) / total); }
+};
+
+// A warp's place: the tile, of those of its cluster, and the step within it.
 struct Place {
     int tile, step;
 
-    __device__ __forceinline__ void advance(int by, int steps) {
-        for (step += by; step >= steps; step -= steps) ++tile;
+    __device__ __forceinline__ bool advance(const Share &share) {  // whether to the next tile
+        if (++step < share.last) return false;
+        step = share.first, ++tile;
+        return true;
     }
 };
 
 // The two outputs of a tile that a thread multiplies: rows of the weight.
 __device__ __forceinline__ int first_output(const Arguments &a, int tile, int within) {
-    return min((blockIdx.x + tile * gridDim.x) * (a.gated ? OUTS / 2 : OUTS) + within, a.num_out - 1);
+    return min(((int)blockIdx.x / SPLIT + tile * ((int)gridDim.x / SPLIT)) * (a.gated ? OUTS / 2 : OUTS) + within, a.num_out - 1);
 }
 __device__ __forceinline__ int second_output(const Arguments &a, int tile, int within) {
     return a.gated ? a.num_out + first_output(a, tile, within) : first_output(a, tile, within + OUTS / 2);
@@ -252,54 +280,70 @@ __device__ __forceinline__ void multiply_stage(
 
 struct Shared {
     float largest[MAX_ROWS][WARPS], squares[MAX_ROWS][WARPS], factors[MAX_ROWS];
+    float square[MAX_ROWS];  // sums
 };
 
-__device__ __forceinline__ int column_numbers(const Arguments &a) { return a.num_in + PADDING; }  // in shared memory
-
-// Eight weights of the norm, from that of an input on.
-__device__ __forceinline__ void norm_weights(const Arguments &a, int i, float (&norm)[8]) {
-    unpack(*(const uint4 *)(a.norm + i), norm);
+// Eight numbers of a row, times their weights of the norm if there is one.
+__device__ __forceinline__ void weigh(const Arguments &a, float (&x)[8], const uint4 &weights) {
+    if (!a.norm) return;
+    float norm[8];
+    unpack(weights, norm);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) norm[j] += a.norm_offset;
+    for (int j = 0; j < 8; ++j) x[j] *= norm[j] + a.norm_offset;
 }
 
 #if BITS == 8
-// Rows times the weight of their norm as float16, each times a power of two; and the factors of their products.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows) {
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
-    for (int row = 0; row < a.rows; ++row) {
-        float most = 0.f, sum = 0.f, x[8], norm[8];
-        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
-            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
+// Inputs of rows times the weight of their norm as float16, times a power of two of the row; and what is undone by it.
+// Each row has some warps, whatever the number of rows.
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
+    constexpr int ROW_WARPS = WARPS / MAX_ROWS, HOP = ROW_WARPS * 32 * 8, DEPTH = 4;  // inputs of a load; loads
+    int lane = threadIdx.x & 31, part = threadIdx.x / 32 % ROW_WARPS, row = threadIdx.x / 32 / ROW_WARPS;
+    int own = (part * 32 + lane) * 8;
+    const u16 *from = a.x + row * a.x_row + first, *weights = a.norm + first;
+    u16 *to = rows + row * (count + PADDING);
+    float most = 0.f, sum = 0.f, x[8];
+    if (row < a.rows) {
+        for (int i = own; i < count; i += DEPTH * HOP) {
+            uint4 numbers[DEPTH], norm[DEPTH];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                sum += x[j] * x[j];
-                most = fmaxf(most, fabsf(a.norm ? x[j] * norm[j] : x[j]));
-            }
+            for (int d = 0; d < DEPTH; ++d)
+                if (i + d * HOP < count) {
+                    numbers[d] = *(const uint4 *)(from + i + d * HOP);
+                    if (a.norm) norm[d] = *(const uint4 *)(weights + i + d * HOP);
+                }
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d)
+                if (i + d * HOP < count) {
+                    *(uint4 *)(to + i + d * HOP) = numbers[d];
+                    unpack(numbers[d], x);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) sum += x[j] * x[j];
+                    weigh(a, x, norm[d]);
+#pragma unroll
+                    for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[j]));
+                }
         }
 #pragma unroll
         for (int other = 16; other; other >>= 1) {
             sum += __shfl_xor_sync(~0u, sum, other);
             most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
         }
-        if (lane == 0) s.largest[row][warp] = most, s.squares[row][warp] = sum;
+        if (lane == 0) s.largest[row][part] = most, s.squares[row][part] = sum;
     }
     __syncthreads();
-    for (int row = 0; row < a.rows; ++row) {
-        float most = 0.f, sum = 0.f, x[8], norm[8];
+    if (row < a.rows) {
+        most = sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) most = fmaxf(most, s.largest[row][i]), sum += s.squares[row][i];
+        for (int i = 0; i < ROW_WARPS; ++i) most = fmaxf(most, s.largest[row][i]), sum += s.squares[row][i];
         int exponent = max(__float_as_int(most) >> 23, 15);
         float scale = __int_as_float((268 - exponent) << 23);  // times most: in [2^14, 2^15)
-        if (thread == 0)
-            s.factors[row] = __int_as_float((exponent - 14) << 23) * (a.norm ? rsqrtf(sum / a.num_in + a.eps) : 1.f);
-        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
-            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
+        if (own == 0) s.factors[row] = __int_as_float((exponent - 14) << 23), s.square[row] = sum;
+        for (int i = own; i < count; i += HOP) {
+            unpack(*(const uint4 *)(to + i), x);
+            if (a.norm) weigh(a, x, *(const uint4 *)(weights + i));
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = (a.norm ? x[j] * norm[j] : x[j]) * scale;
-            *(uint4 *)(rows + row * column_numbers(a) + i) = make_uint4(
+            for (int j = 0; j < 8; ++j) x[j] *= scale;
+            *(uint4 *)(to + i) = make_uint4(
                 half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]), half_pair(x[6], x[7])
             );
         }
@@ -308,40 +352,39 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *r
 }
 #else
 __device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  // [rows, num_in / GROUP]
-    return (InGroup *)(rows + a.rows * COLUMNS * column_numbers(a));
+    return (InGroup *)(rows + a.rows * COLUMNS * (a.num_in + PADDING));
 }
 
 // Rows times the weight of their norm as integers below 2^14, each group of inputs times a power of two; and the
 // factors of their products.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows) {
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows, int, int) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     InGroup *groups = groups_of(a, rows);
+    int columns = a.num_in + PADDING;
     for (int row = 0; row < a.rows; ++row) {
-        float sum = 0.f, x[8], norm[8];
+        float sum = 0.f, x[8];
         for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {  // whole warps
             unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
             float most = 0.f;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                sum += x[j] * x[j];
-                if (a.norm) x[j] *= norm[j];
-                most = fmaxf(most, fabsf(x[j]));
-            }
+            for (int j = 0; j < 8; ++j) sum += x[j] * x[j];
+            if (a.norm) weigh(a, x, *(const uint4 *)(a.norm + i));
+#pragma unroll
+            for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[j]));
 #pragma unroll
             for (int other = GROUP / 16; other; other >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
             int exponent = max(__float_as_int(most) >> 23, 18);
             float scale = __int_as_float((267 - exponent) << 23);  // times most: in [2^13, 2^14)
             // A word of codes has four inputs of a lane of 16 in its lower halves, and those 8 behind in its upper
             // ones. A thread reads what it multiplies with words of two chunks of 32 inputs at once.
-            u8 *to = rows + row * COLUMNS * column_numbers(a) + (i & ~63) + (i & 16) * 2 + (i & 8) + (i & 32) / 8;
+            u8 *to = rows + row * COLUMNS * columns + (i & ~63) + (i & 16) * 2 + (i & 8) + (i & 32) / 8;
             int whole = 0;
 #pragma unroll
             for (int word = 0; word < 2; ++word) {
                 u32 v[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) v[j] = __float2int_rn(x[word * 4 + j] * scale), whole += (int)v[j];
-                *(u32 *)(to + column_numbers(a) + word * 16) =
+                *(u32 *)(to + columns + word * 16) =
                     __byte_perm(__byte_perm(v[0], v[1], 0x40), __byte_perm(v[2], v[3], 0x40), 0x5410);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) v[j] += 128;  // lower halves are signed
@@ -363,7 +406,8 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *ro
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) sum += s.squares[thread][i];
-        s.factors[thread] = a.norm ? rsqrtf(sum / a.num_in + a.eps) : sum == sum ? 1.f : sum;  // no number stays none
+        s.factors[thread] = sum == sum ? 1.f : sum;  // no number stays none
+        s.square[thread] = sum;
     }
 }
 #endif
@@ -372,8 +416,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     extern __shared__ __align__(128) u8 shared[];
     __shared__ Shared s;
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, within = lane / 4, quarter = lane % 4;
-    int tiles = (a.tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
-    int steps = a.num_in / STEP;
+    int member = blockIdx.x % SPLIT, cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
+    int tiles = (a.tiles - cluster + clusters - 1) / clusters;
+    Share share(a.num_in / STEP, tiles, member);
+    int inputs = (share.last - share.first) * STEP, run = share.start(warp);
+    int items = warp < share.warps ? share.start(warp + 1) - run : 0;
     // Weights of 8 bits: 64 bytes of 8 outputs at a time, and each thread reads what it has copied. Codes of 4 bits: 128
     // bytes of 4 outputs, whose chunks of 16 bytes change places against bank conflicts of ``load_words``. They stay in
     // one line of shared memory, for else the copies of a warp would be one request for each chunk.
@@ -381,19 +428,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     int copied = lane / LANES, chunk = lane % LANES;
     u8 *ring = shared + warp * STAGES * STAGE_BYTES;
     Number *rows = (Number *)(shared + WARPS * STAGES * STAGE_BYTES);
-    int row_bytes = COLUMNS * column_numbers(a) * (int)sizeof(Number);
+    int row_bytes = COLUMNS * (inputs + PADDING) * (int)sizeof(Number);
 #if BITS == 4
     row_bytes += a.num_in / GROUP * (int)sizeof(InGroup);
 #endif
-    float *parts = (float *)((u8 *)rows + a.rows * row_bytes);  // [tiles, WARPS, OUTS, rows]
-    float *scales = parts + tiles * WARPS * OUTS * a.rows;      // [tiles, OUTS]
+    // of a tile and a warp: [tile + warp, OUTS, rows], since a warp goes on where the one before stops
+    float *parts = (float *)((u8 *)rows + a.rows * row_bytes);
+    float *scales = parts + (tiles + WARPS - 1) * OUTS * a.rows;  // [tiles, OUTS]
+    float *products = (float *)shared;  // [tiles, OUTS, rows], in place of the stages
 
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     u32 ring_address = (u32)__cvta_generic_to_shared(ring);
-    int items = max(0, (tiles * steps - warp + WARPS - 1) / WARPS);
-    Place asked{0, 0};
-    asked.advance(warp, steps);
+    Place at{run / (share.last - share.first), share.first + run % (share.last - share.first)}, asked = at;
     const u8 *lines[LINES], *few;  // of the tile, at its first step
     auto find_tile = [&] {
 #pragma unroll
@@ -423,17 +470,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             copy_few<ZERO_BYTES>(stage + ZEROS_AT + (lane - OUTS) * ZERO_BYTES,
                                  (const u8 *)((u64)(few + asked.step * GROUPS) & ~(u64)(ZERO_BYTES - 1)));
 #endif
-        int tile = asked.tile;
-        asked.advance(WARPS, steps);
-        if (asked.tile != tile) find_tile();
+        if (asked.advance(share)) find_tile();
     };
     for (int i = 0; i < STAGES; ++i) {
         if (i < items) request(i);
         commit();
     }
+    if (AHEAD > 0) {
+        Place next = asked;
+        for (int i = STAGES; i < min(STAGES + AHEAD, items); ++i) {
+            if (chunk % LANES == 0)
+#pragma unroll
+                for (int k = 0; k < LINES; ++k) prefetch(lines[k] + asked.step * STEP_BYTES);
+            if (asked.advance(share)) find_tile();
+        }
+        asked = next;
+        find_tile();
+    }
     if (a.norm)
-        for (int i = thread * 64; i < a.num_in; i += THREADS * 64) prefetch(a.norm + i);
-    for (int i = thread; i < tiles * WARPS * OUTS * a.rows; i += THREADS) parts[i] = 0.f;
+        for (int i = thread * 64; i < inputs; i += THREADS * 64) prefetch(a.norm + share.first * STEP + i);
     bool by_output = BITS == 8 && a.scales && !a.scale_steps;
     if (by_output)
         for (int i = thread; i < tiles * OUTS; i += THREADS) {
@@ -445,20 +500,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (items <= STAGES) start_next();
-    place_rows(a, s, rows);
+    place_rows(a, s, rows, share.first * STEP, inputs);
 
     float total[SUMS] = {};
-    Place at{0, 0};
-    at.advance(warp, steps);
     // columns without a row repeat the last one
-    const Number *own = rows + min(within, a.rows * COLUMNS - 1) * column_numbers(a) + quarter * 16;
+    const Number *own = rows + min(within, a.rows * COLUMNS - 1) * (inputs + PADDING) + quarter * 16;
+    own -= share.first * STEP;
 #if BITS == 8
     float sums[2][4] = {};
 #else
     const InGroup *groups = groups_of(a, rows) + min(quarter, a.rows - 1) * (a.num_in / GROUP);
 #endif
     auto finish = [&](int tile) {
-        float *part = parts + (tile * WARPS + warp) * OUTS * a.rows;
+        float *part = parts + (tile + warp) * OUTS * a.rows;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
 #if BITS == 8
@@ -507,25 +561,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             }
 #endif
         int tile = at.tile;
-        at.advance(WARPS, steps);
-        if (at.tile != tile || i + 1 == items) finish(tile);
+        if (at.advance(share) || i + 1 == items) finish(tile);
     }
     __syncthreads();
 
+    int tile_parts = OUTS * a.rows;
+    for (int i = thread; i < tiles * tile_parts; i += THREADS) {
+        int tile = i / tile_parts, begin = tile * (share.last - share.first);
+        int w = share.warp_of(begin), last = share.warp_of(begin + share.last - share.first - 1);
+        float y = 0.f;
+        for (; w <= last; ++w) y += parts[i + w * tile_parts];
+        products[i] = y * s.factors[i % a.rows];
+    }
+    wait_for_cluster();
+
     int outs = a.gated ? OUTS / 2 : OUTS;
-    for (int i = thread; i < tiles * outs * a.rows; i += THREADS) {
+    for (int i = member * THREADS + thread; i < tiles * outs * a.rows; i += SPLIT * THREADS) {
         int row = i % a.rows, output = i / a.rows % outs, tile = i / a.rows / outs;
-        float y[2] = {};
+        float y[2] = {}, squares = 0.f;
+#pragma unroll
+        for (int m = 0; m < SPLIT; ++m) {
+            const float *product = products + (tile * OUTS + output) * a.rows + row;
+            y[0] += of_member(product, m);
+            if (a.gated) y[1] += of_member(product + OUTS / 2 * a.rows, m);
+            if (a.norm) squares += of_member(s.square + row, m);
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            int place = output + half * (OUTS / 2);
-            if (half && !a.gated) break;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) y[half] += parts[((tile * WARPS + w) * OUTS + place) * a.rows + row];
-            y[half] *= s.factors[row];
-            if (by_output) y[half] *= scales[tile * OUTS + place];
+            if (a.norm) y[half] *= rsqrtf(squares / a.num_in + a.eps);
+            if (by_output) y[half] *= scales[tile * OUTS + output + half * (OUTS / 2) * a.gated];
         }
-        output += (blockIdx.x + tile * gridDim.x) * outs;
+        output += (cluster + tile * clusters) * outs;
         if (output >= a.num_out) continue;
         if (a.bias) y[0] += as_float(a.bias[output]);
         if (a.gated) {
@@ -535,4 +601,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
         if (a.residual) y[0] = cut(y[0]) + as_float(a.residual[row * a.residual_row + output]);
         a.out[(i64)row * a.num_out + output] = rounded(y[0]);
     }
+    if (SPLIT > 1) wait_for_cluster();  // others may still read what this block has
 }

@@ -18,12 +18,15 @@ from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 from kvsift.kernels.skinny_product import Norm
 
-MAX_ROWS = 4  # more take too much shared memory
+MAX_ROWS = 8  # columns of a product on tensor cores; with codes of 4 bits a row takes two
 # outputs of a tile; warps of a block, and their stages: of 16 settings the fastest for one row on an H100; fewer stages
 # where shared memory is needed for rows. Two blocks on one processor are slower: a kernel that is launched early has
 # two on some then, and none on others.
 OUTS, WARPS, STAGES = 16, 16, 4
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
+SPLITS = (4, 2, 1)  # blocks of a cluster that may share the inputs of a tile
+LEAST_STEPS = 8  # of a block and a tile
+AHEAD = 0  # steps of a warp that are prefetched while its stages are full
 
 
 _LinearArguments = arguments(
@@ -47,12 +50,12 @@ def streams(x: Tensor, weight: object) -> bool:
     tensors = (x, values, weight.scales, getattr(weight, "zeros", None))
     return (
         scaled
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= _max_rows(weight)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == values.stride(1) == 1
         and x.shape[1] % step == x.stride(0) % 8 == values.stride(0) % 16 == 0
         and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and _grid(weight, x) is not None
+        and _split(weight, x) is not None
     )
 
 
@@ -94,11 +97,13 @@ def streamed_linear(
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
         scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps, offset,
     )  # fmt: skip
-    grid = _grid(weight, x)
-    assert grid is not None
-    blocks, stages, shared_bytes = grid
-    kernel = _kernel(weight, x.dtype, stages, x.device.index or 0)
-    kernel.launch(blocks, given, early=pdl, shared_bytes=shared_bytes)
+    split = _split(weight, x)
+    assert split is not None
+    blocks = _blocks(weight, x, split)
+    stages = next(n for n in range(STAGES, 1, -1) if _shared_bytes(weight, rows, blocks, split, n) <= SHARED_BYTES)
+    shared_bytes = _shared_bytes(weight, rows, blocks, split, stages)
+    kernel = _kernel(_bits(weight), _group(weight), scales.dtype, x.dtype, stages, split, x.device.index or 0)
+    kernel.launch(blocks, given, early=pdl, shared_bytes=shared_bytes, cluster=split)
     return out
 
 
@@ -106,21 +111,47 @@ def _tiles(weight: ScaledWeight | Int4Weight) -> int:
     return -(-weight.shape[0] // OUTS)
 
 
-def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> tuple[int, int, int] | None:
-    """Return the blocks of a launch, one per processor, the stages of a warp, and the bytes of shared memory that each
-    block needs; None if it has too few."""
-    rows, num_in = x.shape
-    stage, row = OUTS * 128, 2 * (num_in + 8)  # bytes of weights; of a row and its padding
+def _max_rows(weight: ScaledWeight | Int4Weight) -> int:
+    return MAX_ROWS // 2 if isinstance(weight, Int4Weight) else MAX_ROWS
+
+
+def _split(weight: ScaledWeight | Int4Weight, x: Tensor) -> int | None:
+    """Return how many blocks share the inputs of a tile: as many as leave room for the most stages of as many rows as
+    there may be, so that the order of sums is the same for fewer; None if none has room for two stages."""
+    steps, rows = weight.shape[1] * _bits(weight) // 1024, _max_rows(weight)
+    splits = [n for n in SPLITS if n == 1 or (_bits(weight) == 8 and steps >= n * LEAST_STEPS)]
+    for stages in range(STAGES, 1, -1):
+        for split in splits:
+            if _shared_bytes(weight, rows, _blocks(weight, x, split), split, stages) <= SHARED_BYTES:
+                return split
+    return None
+
+
+def _blocks(weight: ScaledWeight | Int4Weight, x: Tensor, split: int) -> int:
+    """Return the blocks of a launch: no more than run at once, one per processor."""
+    device = x.device.index or 0
+    if split == 1:
+        return min(_tiles(weight), _processors(x.device))
+    return split * min(_tiles(weight), _clusters(x.dtype, split, device))
+
+
+@cache
+def _clusters(dtype: torch.dtype, split: int, device: int) -> int:
+    kernel = _kernel(8, 32, torch.float32, dtype, STAGES, split, device)
+    return kernel.most_clusters(split)
+
+
+def _shared_bytes(weight: ScaledWeight | Int4Weight, rows: int, blocks: int, split: int, stages: int) -> int:
+    """Return the bytes of shared memory that each block needs."""
+    num_in = weight.shape[1]
+    stage, ins = OUTS * 128, -(-num_in // 128 // split) * 128  # bytes of weights; inputs of a block
+    row = 2 * (ins + 8)  # and its padding
     if isinstance(weight, Int4Weight):
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
         row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
-    blocks = min(_tiles(weight), _processors(x.device))
-    sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
-    for stages in range(STAGES, 1, -1):
-        shared = WARPS * stages * stage + rows * row + sums
-        if shared <= SHARED_BYTES:
-            return blocks, stages, shared
-    return None
+    tiles = -(-_tiles(weight) // (blocks // split))
+    ring, products = WARPS * stages * stage, tiles * OUTS * rows * 4  # which take the place of the stages in the end
+    return max(ring, products) + rows * row + (tiles + WARPS - 1) * OUTS * rows * 4 + tiles * OUTS * 4
 
 
 def _bits(weight: ScaledWeight | Int4Weight) -> int:
@@ -132,11 +163,16 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, stages: int, device: int) -> Kernel:
-    bits, scales = _bits(weight), weight.scales.dtype
+def _group(weight: ScaledWeight | Int4Weight) -> int:
+    return weight.ins if isinstance(weight, Int4Weight) else 32
+
+
+def _kernel(
+    bits: int, group: int, scales: torch.dtype, dtype: torch.dtype, stages: int, split: int, device: int
+) -> Kernel:
     defines = {
-        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages,
-        "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
+        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages, "SPLIT": split,
+        "AHEAD": AHEAD, "GROUP": group, "SCALE_HALF": int(scales == torch.float16),
         "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
     }  # fmt: skip
     source = "streamed_linear.cu"
