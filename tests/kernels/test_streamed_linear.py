@@ -24,7 +24,10 @@ SHAPES = [  # (rows, out, in)
     (1, 128256, 1024),  # as many tiles as a block has room for
     (3, 6144, 4096),
     (4, 77, 1024),
-    (4, 4096, 14336),  # fewer stages, for the room of the rows
+    (4, 4096, 14336),  # fewer stages with codes of 4 bits, for the room of the rows
+    (5, 1000, 4352),  # shares of the inputs that differ
+    (8, 5120, 17408),
+    (8, 128256, 1024),
 ]
 
 
@@ -49,6 +52,10 @@ def weight_in(kind: str, num_out: int, num_in: int) -> tuple[ScaledWeight | Int4
     return ScaledWeight(weight.values, one, num_out, num_in), weight.values.double() * one.double()
 
 
+def most_rows(kind: str) -> int:
+    return 4 if kind.startswith("int4") else 8
+
+
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fused", [(), ("norm",), ("norm", "bias", "residual")], ids=str)
@@ -56,6 +63,7 @@ def weight_in(kind: str, num_out: int, num_in: int) -> tuple[ScaledWeight | Int4
 def test_it_is_as_near_to_the_exact_product_as_the_reference(
     rows: int, num_out: int, num_in: int, fused: tuple[str, ...], kind: str, dtype: torch.dtype
 ) -> None:
+    rows = min(rows, most_rows(kind))
     weight, exact = weight_in(kind, num_out, num_in)
     x, how = draw(rows, num_out, num_in, dtype)
     how = {name: how[name] for name in fused}
@@ -65,12 +73,12 @@ def test_it_is_as_near_to_the_exact_product_as_the_reference(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.integers(1, 4), st.integers(1, 5000), st.integers(1, 20), st.sampled_from(KINDS), st.sampled_from(SHORT),
+    st.integers(1, 8), st.integers(1, 5000), st.integers(1, 40), st.sampled_from(KINDS), st.sampled_from(SHORT),
     st.booleans(),
 )  # fmt: skip
 def test_any_size_is_right(rows: int, num_out: int, steps: int, kind: str, dtype: torch.dtype, norm: bool) -> None:
     weight, exact = weight_in(kind, num_out, 256 * steps)
-    x, how = draw(rows, num_out, 256 * steps, dtype)
+    x, how = draw(min(rows, most_rows(kind)), num_out, 256 * steps, dtype)
     if not norm:
         del how["norm"]
     check(streamed_linear(x, weight, **how), x, weight, exact, how)
@@ -78,21 +86,33 @@ def test_any_size_is_right(rows: int, num_out: int, steps: int, kind: str, dtype
 
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("kind", ["output", "block", "int4 32", "int4 zeros 128"])
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("inter", "num_in"), [(BLOCK * 3, 256), (20, 768), (14336, 4096)])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize(("inter", "num_in"), [(BLOCK * 3, 256), (20, 768), (14336, 4096), (17408, 5120)])
 def test_gates_are_multiplied_by_their_own_scales(
     inter: int, num_in: int, rows: int, kind: str, dtype: torch.dtype
 ) -> None:
     weight, exact = weight_in(kind, 2 * inter, num_in)
     if kind == "block" and inter % BLOCK:
         weight = weight.finer(4)  # type: ignore[union-attr]
-    x, how = draw(rows, 2 * inter, num_in, dtype)
+    x, how = draw(min(rows, most_rows(kind)), 2 * inter, num_in, dtype)
     found = streamed_linear(x, weight, norm=how["norm"], gated=True)
     gate, up = exactly(x, exact, {"norm": how["norm"]}).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     assert distance(found, expected) <= 2 * distance(
         linear_reference(x, weight, norm=how["norm"], gated=True), expected
     )
+
+
+@pytest.mark.parametrize("kind", ["output", "block", "int4 32"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(5120, 17408), (6144, 5120), (100, 768)])
+def test_a_row_alone_has_the_bits_that_it_has_beside_others(num_out: int, num_in: int, kind: str) -> None:
+    weight, _ = weight_in(kind, num_out, num_in)
+    x, how = draw(most_rows(kind), num_out, num_in, torch.bfloat16)
+    del how["residual"]
+    together = streamed_linear(x, weight, **how)
+    for rows in range(1, len(x)):
+        assert torch.equal(streamed_linear(x[:rows], weight, **how), together[:rows])
+        assert torch.equal(streamed_linear(x[rows:], weight, **how), together[rows:])
 
 
 @pytest.mark.parametrize("kind", ["output", "int4 32", "int4 zeros 128"])
@@ -120,8 +140,9 @@ def test_a_row_of_zeros_gives_zeros_and_one_without_numbers_none(what: float, ki
 def test_other_rows_are_left_to_the_twins() -> None:
     weight, _ = weight_in("output", 48, 256)
     x = torch.zeros(32, 256, dtype=torch.bfloat16, device=DEVICE)
-    assert streams(x[:4], weight)
-    assert not streams(x[:5], weight)
+    assert streams(x[:8], weight)
+    assert not streams(x[:9], weight)
+    assert not streams(x[:5], weight_in("int4 32", 48, 256)[0])
     assert not streams(x[:4].float(), weight)
     assert isinstance(weight, ScaledWeight)
     assert not streams(x[:2, 1:129], ScaledWeight(weight.values[:, :128], weight.scales, 1, 128))
