@@ -137,6 +137,9 @@ __device__ __forceinline__ void wait_for_cluster() {
     if (SPLIT == 1) __syncthreads();
     else asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+__device__ __forceinline__ void leave_cluster() {  // once nobody reads what this block has
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
 __device__ __forceinline__ float of_member(const float *at, int member) {  // what lies there in its shared memory
     if (SPLIT == 1) return *at;
     u32 address = (u32)__cvta_generic_to_shared(at);
@@ -500,6 +503,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (items <= STAGES) start_next();
+    // What this thread adds first in the end is requested now.
+    int outs = a.gated ? OUTS / 2 : OUTS, first_result = member * THREADS + thread, results = tiles * outs * a.rows;
+    auto residual_of = [&](int result) -> u16 {
+        int row = result % a.rows, output = (cluster + result / a.rows / outs * clusters) * outs + result / a.rows % outs;
+        return a.residual && result < results && output < a.num_out ? a.residual[row * a.residual_row + output] : 0;
+    };
+    u16 added = residual_of(first_result);
     place_rows(a, s, rows, share.first * STEP, inputs);
 
     float total[SUMS] = {};
@@ -575,8 +585,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     }
     wait_for_cluster();
 
-    int outs = a.gated ? OUTS / 2 : OUTS;
-    for (int i = member * THREADS + thread; i < tiles * outs * a.rows; i += SPLIT * THREADS) {
+    for (int i = first_result; i < results; i += SPLIT * THREADS) {
         int row = i % a.rows, output = i / a.rows % outs, tile = i / a.rows / outs;
         float y[2] = {}, squares = 0.f;
 #pragma unroll
@@ -598,8 +607,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             float gate = cut(y[0]);
             y[0] = cut(gate / (1.f + __expf(-gate))) * cut(y[1]);
         }
-        if (a.residual) y[0] = cut(y[0]) + as_float(a.residual[row * a.residual_row + output]);
+        if (a.residual) y[0] = cut(y[0]) + as_float(i == first_result ? added : residual_of(i));
         a.out[(i64)row * a.num_out + output] = rounded(y[0]);
     }
-    if (SPLIT > 1) wait_for_cluster();  // others may still read what this block has
+    if (SPLIT > 1) leave_cluster();
 }
