@@ -158,8 +158,7 @@ struct Share {
     __device__ __forceinline__ Share(int steps, int tiles, int member)
         : first(member * steps / SPLIT), last((member + 1) * steps / SPLIT), total(tiles * (last - first)),
           warps(min(total, WARPS)) {}
-    __device__ __forceinline__ int start(int warp) const { return (int)((i64)warp * total / warps); }
-    __device__ __forceinline__ int warp_of(int step) const { return (int)(((i64)warps * (step + 1) - 1) / total); }
+    __device__ __forceinline__ int start(int warp) const { return warp * total / warps; }
 };
 
 // A warp's place: the tile, of those of its cluster, and the step within it.
@@ -297,50 +296,62 @@ __device__ __forceinline__ void weigh(const Arguments &a, float (&x)[8], const u
 
 #if BITS == 8
 // Inputs of rows times the weight of their norm as float16, times a power of two of the row; and what is undone by it.
-// Each row has some warps, whatever the number of rows.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
-    constexpr int ROW_WARPS = WARPS / MAX_ROWS, HOP = ROW_WARPS * 32 * 8, DEPTH = 4;  // inputs of a load; loads
+// Each row has ROW_WARPS warps. Squares are added up in the same order whatever their number: in WARPS sums, each of
+// every WARPS-th piece of 256 inputs.
+template <int ROW_WARPS>
+__device__ __forceinline__ void place_rows_by(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
+    constexpr int PIECES = WARPS / ROW_WARPS, HOP = ROW_WARPS * 256;  // that a warp loads at once; inputs between them
     int lane = threadIdx.x & 31, part = threadIdx.x / 32 % ROW_WARPS, row = threadIdx.x / 32 / ROW_WARPS;
     int own = (part * 32 + lane) * 8;
     const u16 *from = a.x + row * a.x_row + first, *weights = a.norm + first;
     u16 *to = rows + row * (count + PADDING);
-    float most = 0.f, sum = 0.f, x[8];
+    float most = 0.f, sums[PIECES] = {}, x[8];
     if (row < a.rows) {
-        for (int i = own; i < count; i += DEPTH * HOP) {
-            uint4 numbers[DEPTH], norm[DEPTH];
+        for (int i = own; i < count; i += PIECES * HOP) {
+            uint4 numbers[PIECES], norm[PIECES];
 #pragma unroll
-            for (int d = 0; d < DEPTH; ++d)
-                if (i + d * HOP < count) {
-                    numbers[d] = *(const uint4 *)(from + i + d * HOP);
-                    if (a.norm) norm[d] = *(const uint4 *)(weights + i + d * HOP);
+            for (int p = 0; p < PIECES; ++p)
+                if (i + p * HOP < count) {
+                    numbers[p] = *(const uint4 *)(from + i + p * HOP);
+                    if (a.norm) norm[p] = *(const uint4 *)(weights + i + p * HOP);
                 }
 #pragma unroll
-            for (int d = 0; d < DEPTH; ++d)
-                if (i + d * HOP < count) {
-                    *(uint4 *)(to + i + d * HOP) = numbers[d];
-                    unpack(numbers[d], x);
+            for (int p = 0; p < PIECES; ++p)
+                if (i + p * HOP < count) {
+                    *(uint4 *)(to + i + p * HOP) = numbers[p];
+                    unpack(numbers[p], x);
 #pragma unroll
-                    for (int j = 0; j < 8; ++j) sum += x[j] * x[j];
-                    weigh(a, x, norm[d]);
+                    for (int j = 0; j < 8; ++j) sums[p] += x[j] * x[j];
+                    weigh(a, x, norm[p]);
 #pragma unroll
                     for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[j]));
                 }
         }
 #pragma unroll
-        for (int other = 16; other; other >>= 1) {
-            sum += __shfl_xor_sync(~0u, sum, other);
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-        }
-        if (lane == 0) s.largest[row][part] = most, s.squares[row][part] = sum;
+        for (int other = 16; other; other >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+        if (lane == 0) s.largest[row][part] = most;
+        if (a.norm)
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) {
+#pragma unroll
+                for (int other = 16; other; other >>= 1) sums[p] += __shfl_xor_sync(~0u, sums[p], other);
+                if (lane == 0) s.squares[row][part + p * ROW_WARPS] = sums[p];
+            }
     }
     __syncthreads();
     if (row < a.rows) {
-        most = sum = 0.f;
+        most = 0.f;
 #pragma unroll
-        for (int i = 0; i < ROW_WARPS; ++i) most = fmaxf(most, s.largest[row][i]), sum += s.squares[row][i];
+        for (int i = 0; i < ROW_WARPS; ++i) most = fmaxf(most, s.largest[row][i]);
         int exponent = max(__float_as_int(most) >> 23, 15);
         float scale = __int_as_float((268 - exponent) << 23);  // times most: in [2^14, 2^15)
-        if (own == 0) s.factors[row] = __int_as_float((exponent - 14) << 23), s.square[row] = sum;
+        if (own == 0) {
+            float sum = 0.f;
+            if (a.norm)
+#pragma unroll
+                for (int i = 0; i < WARPS; ++i) sum += s.squares[row][i];
+            s.factors[row] = __int_as_float((exponent - 14) << 23), s.square[row] = sum;
+        }
         for (int i = own; i < count; i += HOP) {
             unpack(*(const uint4 *)(to + i), x);
             if (a.norm) weigh(a, x, *(const uint4 *)(weights + i));
@@ -352,6 +363,13 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *r
         }
     }
     __syncthreads();
+}
+
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
+    if (a.rows > 4) place_rows_by<WARPS / 8>(a, s, rows, first, count);
+    else if (a.rows > 2) place_rows_by<WARPS / 4>(a, s, rows, first, count);
+    else if (a.rows == 2) place_rows_by<WARPS / 2>(a, s, rows, first, count);
+    else place_rows_by<WARPS>(a, s, rows, first, count);
 }
 #else
 __device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  // [rows, num_in / GROUP]
@@ -412,6 +430,7 @@ __device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *ro
         s.factors[thread] = sum == sum ? 1.f : sum;  // no number stays none
         s.square[thread] = sum;
     }
+    __syncthreads();
 }
 #endif
 
@@ -430,15 +449,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     constexpr int LINES = BITS == 4 ? 4 : 2, LANES = 2 * LINES;  // that a thread copies of a tile; threads of a line
     int copied = lane / LANES, chunk = lane % LANES;
     u8 *ring = shared + warp * STAGES * STAGE_BYTES;
-    Number *rows = (Number *)(shared + WARPS * STAGES * STAGE_BYTES);
-    int row_bytes = COLUMNS * (inputs + PADDING) * (int)sizeof(Number);
-#if BITS == 4
-    row_bytes += a.num_in / GROUP * (int)sizeof(InGroup);
-#endif
-    // of a tile and a warp: [tile + warp, OUTS, rows], since a warp goes on where the one before stops
-    float *parts = (float *)((u8 *)rows + a.rows * row_bytes);
-    float *scales = parts + (tiles + WARPS - 1) * OUTS * a.rows;  // [tiles, OUTS]
-    float *products = (float *)shared;  // [tiles, OUTS, rows], in place of the stages
+    int tile_products = OUTS * a.rows;
+    float *products = (float *)(shared + WARPS * STAGES * STAGE_BYTES);  // [tiles, OUTS, rows]; others read them here
+    float *rests = products + tiles * tile_products;  // [WARPS, OUTS, rows], of tiles that the warp before has begun
+    float *scales = rests + WARPS * tile_products;    // [tiles, OUTS]
+    Number *rows = (Number *)(scales + tiles * OUTS);
 
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -521,8 +536,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
 #else
     const InGroup *groups = groups_of(a, rows) + min(quarter, a.rows - 1) * (a.num_in / GROUP);
 #endif
+    int begun = run - (at.step - share.first);  // the first step of the tile, of those of the block
     auto finish = [&](int tile) {
-        float *part = parts + (tile + warp) * OUTS * a.rows;
+        float *part = begun < run ? rests + warp * tile_products : products + tile * tile_products;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
 #if BITS == 8
@@ -532,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
 #else
             int row = quarter, half = i;
 #endif
-            if (row < a.rows) part[(within + half * (OUTS / 2)) * a.rows + row] = total[i];
+            if (row < a.rows) part[(within + half * (OUTS / 2)) * a.rows + row] = total[i] * s.factors[row];
             total[i] = 0.f;
         }
     };
@@ -571,18 +587,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             }
 #endif
         int tile = at.tile;
-        if (at.advance(share) || i + 1 == items) finish(tile);
+        bool ends = at.advance(share);
+        if (ends || i + 1 == items) finish(tile);
+        if (ends) begun += share.last - share.first;
     }
     __syncthreads();
 
-    int tile_parts = OUTS * a.rows;
-    for (int i = thread; i < tiles * tile_parts; i += THREADS) {
-        int tile = i / tile_parts, begin = tile * (share.last - share.first);
-        int w = share.warp_of(begin), last = share.warp_of(begin + share.last - share.first - 1);
-        float y = 0.f;
-        for (; w <= last; ++w) y += parts[i + w * tile_parts];
-        products[i] = y * s.factors[i % a.rows];
-    }
+    // The last tile that a warp has begun, if others have its rest.
+    int stop = run + items, tile_stop = begun + share.last - share.first;
+    if (begun >= run && begun < stop)
+        for (int i = lane; i < tile_products; i += 32) {
+            float &product = products[at.tile * tile_products + i];
+            for (int w = warp + 1; share.start(w) < tile_stop; ++w) product += rests[w * tile_products + i];
+        }
     wait_for_cluster();
 
     for (int i = first_result; i < results; i += SPLIT * THREADS) {

@@ -24,7 +24,7 @@ MAX_ROWS = 8  # columns of a product on tensor cores; with codes of 4 bits a row
 # two on some then, and none on others.
 OUTS, WARPS, STAGES = 16, 16, 4
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
-SPLITS = (4, 2, 1)  # blocks of a cluster that may share the inputs of a tile
+SPLITS = (2, 4, 1)  # blocks of a cluster that may share the inputs of a tile
 LEAST_STEPS = 8  # of a block and a tile
 AHEAD = 0  # steps of a warp that are prefetched while its stages are full
 
@@ -150,8 +150,8 @@ def _shared_bytes(weight: ScaledWeight | Int4Weight, rows: int, blocks: int, spl
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
         row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
     tiles = -(-_tiles(weight) // (blocks // split))
-    ring, products = WARPS * stages * stage, tiles * OUTS * rows * 4  # which take the place of the stages in the end
-    return max(ring, products) + rows * row + (tiles + WARPS - 1) * OUTS * rows * 4 + tiles * OUTS * 4
+    # sums of tiles, and of those that a warp takes over from another; scales
+    return WARPS * stages * stage + rows * row + ((tiles + WARPS) * rows + tiles) * OUTS * 4
 
 
 def _bits(weight: ScaledWeight | Int4Weight) -> int:
