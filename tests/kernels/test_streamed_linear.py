@@ -25,7 +25,7 @@ SHAPES = [  # (rows, out, in)
     (3, 6144, 4096),
     (4, 77, 1024),
     (4, 4096, 14336),  # fewer stages with codes of 4 bits, for the room of the rows
-    (5, 1000, 4352),  # shares of the inputs that differ
+    (5, 1000, 4224),  # shares of the inputs that differ
     (8, 5120, 17408),
     (8, 128256, 1024),
 ]
@@ -63,7 +63,8 @@ def most_rows(kind: str) -> int:
 def test_it_is_as_near_to_the_exact_product_as_the_reference(
     rows: int, num_out: int, num_in: int, fused: tuple[str, ...], kind: str, dtype: torch.dtype
 ) -> None:
-    rows = min(rows, most_rows(kind))
+    if kind.startswith("int4"):
+        rows, num_in = min(rows, 4), num_in // 256 * 256
     weight, exact = weight_in(kind, num_out, num_in)
     x, how = draw(rows, num_out, num_in, dtype)
     how = {name: how[name] for name in fused}

@@ -116,14 +116,16 @@ def _max_rows(weight: ScaledWeight | Int4Weight) -> int:
 
 
 def _split(weight: ScaledWeight | Int4Weight, x: Tensor) -> int | None:
-    """Return how many blocks share the inputs of a tile: as many as leave room for the most stages of as many rows as
-    there may be, so that the order of sums is the same for fewer; None if none has room for two stages."""
-    steps, rows = weight.shape[1] * _bits(weight) // 1024, _max_rows(weight)
+    """Return how many blocks share the inputs of a tile: as many as leave room for the most stages; None if none has
+    room for two. Where there is room for as many rows as there may be, it does not depend on their number, nor does the
+    order of sums."""
+    steps = weight.shape[1] * _bits(weight) // 1024
     splits = [n for n in SPLITS if n == 1 or (_bits(weight) == 8 and steps >= n * LEAST_STEPS)]
-    for stages in range(STAGES, 1, -1):
-        for split in splits:
-            if _shared_bytes(weight, rows, _blocks(weight, x, split), split, stages) <= SHARED_BYTES:
-                return split
+    for rows in (_max_rows(weight), x.shape[0]):
+        for stages in range(STAGES, 1, -1):
+            for split in splits:
+                if _shared_bytes(weight, rows, _blocks(weight, x, split), split, stages) <= SHARED_BYTES:
+                    return split
     return None
 
 
