@@ -30,6 +30,7 @@ constexpr int GROUPS = BITS == 4 ? STEP / GROUP : 0;  // of a step
 constexpr int SCALES_AT = OUTS * STEP_BYTES, ZEROS_AT = SCALES_AT + OUTS * GROUPS * 2;
 constexpr int ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // that are copied
 constexpr int STAGE_BYTES = BITS == 4 ? (ZEROS_AT + OUTS * ZERO_BYTES + 15) / 16 * 16 : SCALES_AT;  // of a warp
+constexpr bool TURNS = BITS == 4;                  // scales of a few steps share a line, and its warps should too
 constexpr int MAX_ROWS = 8;                        // columns of the matrix products
 #if BITS == 8
 typedef u16 Number;                                // of rows in shared memory: float16
@@ -132,10 +133,17 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 __device__ __forceinline__ void wait_for_oldest() {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
 }
+__device__ __forceinline__ void wait_for_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ __forceinline__ void prefetch_line(const void *at) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], 128;" ::"l"(at));
+}
 __device__ __forceinline__ void wait_for_cluster() {
-    if (SPLIT == 1) __syncthreads();
-    else asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    __syncthreads();
+    if (SPLIT == 1) return;
+    if (threadIdx.x < 32) asm volatile("barrier.cluster.arrive.release;" ::: "memory");  // for the whole block
+    else asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ void leave_cluster() {  // once nobody reads what this block has
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
@@ -158,7 +166,10 @@ struct Share {
     __device__ __forceinline__ Share(int steps, int tiles, int member)
         : first(member * steps / SPLIT), last((member + 1) * steps / SPLIT), total(tiles * (last - first)),
           warps(min(total, WARPS)) {}
-    __device__ __forceinline__ int start(int warp) const { return warp * total / warps; }
+    __device__ __forceinline__ int start(int warp) const { return TURNS ? warp : warp * total / warps; }
+    __device__ __forceinline__ int steps_of(int warp) const {
+        return warp >= warps ? 0 : TURNS ? (total - warp + WARPS - 1) / WARPS : start(warp + 1) - start(warp);
+    }
 };
 
 // A warp's place: the tile, of those of its cluster, and the step within it.
@@ -166,9 +177,9 @@ struct Place {
     int tile, step;
 
     __device__ __forceinline__ bool advance(const Share &share) {  // whether to the next tile
-        if (++step < share.last) return false;
-        step = share.first, ++tile;
-        return true;
+        int before = tile;
+        for (step += TURNS ? WARPS : 1; step >= share.last; step -= share.last - share.first) ++tile;
+        return tile != before;
     }
 };
 
@@ -298,14 +309,18 @@ __device__ __forceinline__ void weigh(const Arguments &a, float (&x)[8], const u
 // Inputs of rows times the weight of their norm as float16, times a power of two of the row; and what is undone by it.
 // Each row has ROW_WARPS warps. Squares are added up in the same order whatever their number: in WARPS sums, each of
 // every WARPS-th piece of 256 inputs.
-template <int ROW_WARPS>
-__device__ __forceinline__ void place_rows_by(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
+// `meanwhile` is called while they are under way.
+template <int ROW_WARPS, class F>
+__device__ __forceinline__ void place_rows_by(
+    const Arguments &a, Shared &s, u16 *rows, int first, int count, F meanwhile
+) {
     constexpr int PIECES = WARPS / ROW_WARPS, HOP = ROW_WARPS * 256;  // that a warp loads at once; inputs between them
     int lane = threadIdx.x & 31, part = threadIdx.x / 32 % ROW_WARPS, row = threadIdx.x / 32 / ROW_WARPS;
     int own = (part * 32 + lane) * 8;
     const u16 *from = a.x + row * a.x_row + first, *weights = a.norm + first;
     u16 *to = rows + row * (count + PADDING);
     float most = 0.f, sums[PIECES] = {}, x[8];
+    if (row >= a.rows || own >= count) meanwhile();
     if (row < a.rows) {
         for (int i = own; i < count; i += PIECES * HOP) {
             uint4 numbers[PIECES], norm[PIECES];
@@ -315,6 +330,7 @@ __device__ __forceinline__ void place_rows_by(const Arguments &a, Shared &s, u16
                     numbers[p] = *(const uint4 *)(from + i + p * HOP);
                     if (a.norm) norm[p] = *(const uint4 *)(weights + i + p * HOP);
                 }
+            if (i == own) meanwhile();
 #pragma unroll
             for (int p = 0; p < PIECES; ++p)
                 if (i + p * HOP < count) {
@@ -365,11 +381,14 @@ __device__ __forceinline__ void place_rows_by(const Arguments &a, Shared &s, u16
     __syncthreads();
 }
 
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows, int first, int count) {
-    if (a.rows > 4) place_rows_by<WARPS / 8>(a, s, rows, first, count);
-    else if (a.rows > 2) place_rows_by<WARPS / 4>(a, s, rows, first, count);
-    else if (a.rows == 2) place_rows_by<WARPS / 2>(a, s, rows, first, count);
-    else place_rows_by<WARPS>(a, s, rows, first, count);
+template <class F>
+__device__ __forceinline__ void place_rows(
+    const Arguments &a, Shared &s, u16 *rows, int first, int count, F meanwhile
+) {
+    if (a.rows > 4) place_rows_by<WARPS / 8>(a, s, rows, first, count, meanwhile);
+    else if (a.rows > 2) place_rows_by<WARPS / 4>(a, s, rows, first, count, meanwhile);
+    else if (a.rows == 2) place_rows_by<WARPS / 2>(a, s, rows, first, count, meanwhile);
+    else place_rows_by<WARPS>(a, s, rows, first, count, meanwhile);
 }
 #else
 __device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  // [rows, num_in / GROUP]
@@ -378,7 +397,8 @@ __device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  /
 
 // Rows times the weight of their norm as integers below 2^14, each group of inputs times a power of two; and the
 // factors of their products.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows, int, int) {
+template <class F>
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows, int, int, F) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     InGroup *groups = groups_of(a, rows);
     int columns = a.num_in + PADDING;
@@ -442,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     int tiles = (a.tiles - cluster + clusters - 1) / clusters;
     Share share(a.num_in / STEP, tiles, member);
     int inputs = (share.last - share.first) * STEP, run = share.start(warp);
-    int items = warp < share.warps ? share.start(warp + 1) - run : 0;
+    int items = share.steps_of(warp);
     // Weights of 8 bits: 64 bytes of 8 outputs at a time, and each thread reads what it has copied. Codes of 4 bits: 128
     // bytes of 4 outputs, whose chunks of 16 bytes change places against bank conflicts of ``load_words``. They stay in
     // one line of shared memory, for else the copies of a warp would be one request for each chunk.
@@ -450,9 +470,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     int copied = lane / LANES, chunk = lane % LANES;
     u8 *ring = shared + warp * STAGES * STAGE_BYTES;
     int tile_products = OUTS * a.rows;
-    float *products = (float *)(shared + WARPS * STAGES * STAGE_BYTES);  // [tiles, OUTS, rows]; others read them here
-    float *rests = products + tiles * tile_products;  // [WARPS, OUTS, rows], of tiles that the warp before has begun
-    float *scales = rests + WARPS * tile_products;    // [tiles, OUTS]
+    // [tiles, OUTS, rows], which the others of the cluster read at the same place; and of warps, [WARPS, OUTS, rows]: of
+    // tiles that the warp before has begun, or [tiles, WARPS, OUTS, rows] in turns
+    float *products = (float *)(shared + WARPS * STAGES * STAGE_BYTES), *rests = products + tiles * tile_products;
+    float *scales = rests + (TURNS ? tiles : 1) * WARPS * tile_products;  // [tiles, OUTS]
+    if (TURNS)
+        for (int i = thread; i < tiles * WARPS * tile_products; i += THREADS) rests[i] = 0.f;
     Number *rows = (Number *)(scales + tiles * OUTS);
 
     u64 policy;
@@ -490,31 +513,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
 #endif
         if (asked.advance(share)) find_tile();
     };
+    bool by_output = BITS == 8 && a.scales && !a.scale_steps;
+    if (by_output)  // before all weights, behind which they would queue
+        for (int i = thread; i < tiles * OUTS; i += THREADS) {
+            int half = i % OUTS / (OUTS / 2), output = i % (OUTS / 2);
+            output = half ? second_output(a, i / OUTS, output) : first_output(a, i / OUTS, output);
+            copy_few<4>((u32)__cvta_generic_to_shared(scales + i),
+                        (const float *)a.scales + output / a.scale_outs * (i64)a.scale_row);
+        }
     for (int i = 0; i < STAGES; ++i) {
         if (i < items) request(i);
         commit();
     }
-    if (AHEAD > 0) {
+    auto look_ahead = [&] {
         Place next = asked;
         for (int i = STAGES; i < min(STAGES + AHEAD, items); ++i) {
-            if (chunk % LANES == 0)
+            if (chunk == 0)
 #pragma unroll
-                for (int k = 0; k < LINES; ++k) prefetch(lines[k] + asked.step * STEP_BYTES);
+                for (int k = 0; k < LINES; ++k) prefetch_line(lines[k] + asked.step * STEP_BYTES);
             if (asked.advance(share)) find_tile();
         }
         asked = next;
-        find_tile();
-    }
+        if (AHEAD > 0) find_tile();
+    };
     if (a.norm)
         for (int i = thread * 64; i < inputs; i += THREADS * 64) prefetch(a.norm + share.first * STEP + i);
-    bool by_output = BITS == 8 && a.scales && !a.scale_steps;
-    if (by_output)
-        for (int i = thread; i < tiles * OUTS; i += THREADS) {
-            int half = i % OUTS / (OUTS / 2), output = i % (OUTS / 2);
-            output = half ? second_output(a, i / OUTS, output) : first_output(a, i / OUTS, output);
-            scales[i] = ((const float *)a.scales)[output / a.scale_outs * (i64)a.scale_row];
-        }
-
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (items <= STAGES) start_next();
@@ -525,7 +548,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
         return a.residual && result < results && output < a.num_out ? a.residual[row * a.residual_row + output] : 0;
     };
     u16 added = residual_of(first_result);
-    place_rows(a, s, rows, share.first * STEP, inputs);
+    place_rows(a, s, rows, share.first * STEP, inputs, look_ahead);
 
     float total[SUMS] = {};
     // columns without a row repeat the last one
@@ -538,7 +561,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
 #endif
     int begun = run - (at.step - share.first);  // the first step of the tile, of those of the block
     auto finish = [&](int tile) {
-        float *part = begun < run ? rests + warp * tile_products : products + tile * tile_products;
+        float *part = TURNS ? rests + (tile * WARPS + warp) * tile_products
+                      : begun < run ? rests + warp * tile_products : products + tile * tile_products;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) {
 #if BITS == 8
@@ -591,15 +615,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
         if (ends || i + 1 == items) finish(tile);
         if (ends) begun += share.last - share.first;
     }
+    wait_for_all();
     __syncthreads();
 
-    // The last tile that a warp has begun, if others have its rest.
-    int stop = run + items, tile_stop = begun + share.last - share.first;
-    if (begun >= run && begun < stop)
-        for (int i = lane; i < tile_products; i += 32) {
-            float &product = products[at.tile * tile_products + i];
-            for (int w = warp + 1; share.start(w) < tile_stop; ++w) product += rests[w * tile_products + i];
+    int tile_stop = begun + share.last - share.first;
+    if (TURNS)
+        for (int i = thread; i < tiles * tile_products; i += THREADS) {
+            const float *part = rests + i / tile_products * WARPS * tile_products + i % tile_products;
+            float sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += part[w * tile_products];
+            products[i] = sum;
         }
+    else if (begun >= run && begun < run + items && tile_stop > run + items) {  // others have the rest of the last tile
+        float *product = products + at.tile * tile_products + lane, sums[OUTS * MAX_ROWS / 32];
+        constexpr int MOST = OUTS * MAX_ROWS / 32;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) sums[i] = lane + i * 32 < tile_products ? product[i * 32] : 0.f;
+        for (int w = warp + 1; share.start(w) < tile_stop; ++w)
+#pragma unroll
+            for (int i = 0; i < MOST; ++i)
+                if (lane + i * 32 < tile_products) sums[i] += rests[w * tile_products + lane + i * 32];
+#pragma unroll
+        for (int i = 0; i < MOST; ++i)
+            if (lane + i * 32 < tile_products) product[i * 32] = sums[i];
+    }
     wait_for_cluster();
 
     for (int i = first_result; i < results; i += SPLIT * THREADS) {

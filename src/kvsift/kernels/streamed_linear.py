@@ -152,8 +152,9 @@ def _shared_bytes(weight: ScaledWeight | Int4Weight, rows: int, blocks: int, spl
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
         row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
     tiles = -(-_tiles(weight) // (blocks // split))
-    # sums of tiles, and of those that a warp takes over from another; scales
-    return WARPS * stages * stage + rows * row + ((tiles + WARPS) * rows + tiles) * OUTS * 4
+    # sums of tiles; of those that a warp takes over from another, or of each warp with codes of 4 bits; scales
+    sums = tiles + WARPS * (tiles if isinstance(weight, Int4Weight) else 1)
+    return WARPS * stages * stage + rows * row + (sums * rows + tiles) * OUTS * 4
 
 
 def _bits(weight: ScaledWeight | Int4Weight) -> int:
