@@ -42,7 +42,7 @@ def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
     data = "texts/facts.toml", "texts/words.toml"
     for name in ("embedded/weights.npz", "embedded/tokenizer.json", "embedded/README.md", "py.typed", *data):
         assert f"kvsift/{name}" in names
-    assert {"kvsift/kernels/sift/common.cu", "kvsift/kernels/streamed_linear.cu"} <= set(names)
+    assert {"kvsift/kernels/sift/common.cu", "kvsift/kernels/streamed_rows.cu"} <= set(names)
     page = {f"kvsift/server/page/{path.name}" for path in (ROOT / "src/kvsift/server/page").iterdir()}
     assert {name for name in names if name.startswith("kvsift/server/page/")} == page
     assert not [name for name in names if name.startswith(("tests/", "lab/", "kvsift_lab/", "results/", "csrc/"))]

@@ -1,5 +1,5 @@
 """A few rows times a weight of 8-bit floats, as one launch of CUDA C++ that keeps memory busy from one product to the
-next (``streamed_linear.cu``): Hopper and later.
+next (``streamed_linear.cu``; ``streamed_rows.cu`` with three to eight rows and 8 bits): Hopper and later.
 
 Triton's twins stop at about three quarters of the bandwidth with weights of 8 bits, and begin each product with an
 empty pipeline. They take what this one does not: other GPUs, more rows, and ``steady`` products.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +19,17 @@ from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 from kvsift.kernels.skinny_product import Norm
 
-MAX_ROWS = 8  # columns of a product on tensor cores; with codes of 4 bits a row takes two
+# columns of a product on tensor cores, of which codes of 4 bits need two for a row; and up to how many rows of 8-bit
+# weights go without clusters, which are faster with three or more
+MAX_ROWS, FEW_ROWS = 8, 2
 # outputs of a tile; warps of a block, and their stages: of 16 settings the fastest for one row on an H100; fewer stages
 # where shared memory is needed for rows. Two blocks on one processor are slower: a kernel that is launched early has
 # two on some then, and none on others.
 OUTS, WARPS, STAGES = 16, 16, 4
 SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
-SPLITS = (2, 4, 1)  # blocks of a cluster that may share the inputs of a tile
-LEAST_STEPS = 8  # of a block and a tile
-AHEAD = 0  # steps of a warp that are prefetched while its stages are full
+# blocks of a cluster, the first that has room for the most stages; least steps of inputs of a block and a tile; stages
+# that do not wait for the rows
+SPLITS, LEAST_STEPS, EARLY = (2, 4, 1), 8, 2
 
 
 _LinearArguments = arguments(
@@ -50,12 +53,12 @@ def streams(x: Tensor, weight: object) -> bool:
     tensors = (x, values, weight.scales, getattr(weight, "zeros", None))
     return (
         scaled
-        and 0 < x.shape[0] <= _max_rows(weight)
+        and 0 < x.shape[0] <= (MAX_ROWS // 2 if isinstance(weight, Int4Weight) else MAX_ROWS)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == values.stride(1) == 1
         and x.shape[1] % step == x.stride(0) % 8 == values.stride(0) % 16 == 0
         and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and _split(weight, x) is not None
+        and _grid(weight, x) is not None
     )
 
 
@@ -97,64 +100,74 @@ def streamed_linear(
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
         scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps, offset,
     )  # fmt: skip
-    split = _split(weight, x)
-    assert split is not None
-    blocks = _blocks(weight, x, split)
-    stages = next(n for n in range(STAGES, 1, -1) if _shared_bytes(weight, rows, blocks, split, n) <= SHARED_BYTES)
-    shared_bytes = _shared_bytes(weight, rows, blocks, split, stages)
-    kernel = _kernel(_bits(weight), _group(weight), scales.dtype, x.dtype, stages, split, x.device.index or 0)
-    kernel.launch(blocks, given, early=pdl, shared_bytes=shared_bytes, cluster=split)
+    grid = _grid(weight, x)
+    assert grid is not None
+    kernel = _kernel(weight, x.dtype, grid.stages, grid.split, x.device.index or 0)
+    kernel.launch(grid.blocks, given, early=pdl, shared_bytes=grid.shared_bytes, cluster=grid.split or 1)
     return out
+
+
+class Grid(NamedTuple):
+    """Blocks, one per processor; stages of a warp; blocks of a cluster, or 0 without ``streamed_rows.cu``; and bytes of
+    shared memory that each block needs."""
+
+    blocks: int
+    stages: int
+    split: int
+    shared_bytes: int
 
 
 def _tiles(weight: ScaledWeight | Int4Weight) -> int:
     return -(-weight.shape[0] // OUTS)
 
 
-def _max_rows(weight: ScaledWeight | Int4Weight) -> int:
-    return MAX_ROWS // 2 if isinstance(weight, Int4Weight) else MAX_ROWS
-
-
-def _split(weight: ScaledWeight | Int4Weight, x: Tensor) -> int | None:
-    """Return how many blocks share the inputs of a tile: as many as leave room for the most stages; None if none has
-    room for two. Where there is room for as many rows as there may be, it does not depend on their number, nor does the
-    order of sums."""
-    steps = weight.shape[1] * _bits(weight) // 1024
-    splits = [n for n in SPLITS if n == 1 or (_bits(weight) == 8 and steps >= n * LEAST_STEPS)]
-    for rows in (_max_rows(weight), x.shape[0]):
-        for stages in range(STAGES, 1, -1):
-            for split in splits:
-                if _shared_bytes(weight, rows, _blocks(weight, x, split), split, stages) <= SHARED_BYTES:
-                    return split
-    return None
-
-
-def _blocks(weight: ScaledWeight | Int4Weight, x: Tensor, split: int) -> int:
-    """Return the blocks of a launch: no more than run at once, one per processor."""
-    device = x.device.index or 0
-    if split == 1:
-        return min(_tiles(weight), _processors(x.device))
-    return split * min(_tiles(weight), _clusters(x.dtype, split, device))
-
-
-@cache
-def _clusters(dtype: torch.dtype, split: int, device: int) -> int:
-    kernel = _kernel(8, 32, torch.float32, dtype, STAGES, split, device)
-    return kernel.most_clusters(split)
-
-
-def _shared_bytes(weight: ScaledWeight | Int4Weight, rows: int, blocks: int, split: int, stages: int) -> int:
-    """Return the bytes of shared memory that each block needs."""
-    num_in = weight.shape[1]
-    stage, ins = OUTS * 128, -(-num_in // 128 // split) * 128  # bytes of weights; inputs of a block
-    row = 2 * (ins + 8)  # and its padding
+def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> Grid | None:
+    """Return how a product is launched; None if a block has too little shared memory."""
+    rows, num_in = x.shape
+    if isinstance(weight, ScaledWeight) and rows > FEW_ROWS:
+        return _grid_of_clusters(weight, x)
+    stage, row = OUTS * 128, 2 * (num_in + 8)  # bytes of weights; of a row and its padding
     if isinstance(weight, Int4Weight):
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
         row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
-    tiles = -(-_tiles(weight) // (blocks // split))
-    # sums of tiles; of those that a warp takes over from another, or of each warp with codes of 4 bits; scales
-    sums = tiles + WARPS * (tiles if isinstance(weight, Int4Weight) else 1)
-    return WARPS * stages * stage + rows * row + (sums * rows + tiles) * OUTS * 4
+    blocks = min(_tiles(weight), _processors(x.device))
+    sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
+    for stages in range(STAGES, 1, -1):
+        shared = WARPS * stages * stage + rows * row + sums
+        if shared <= SHARED_BYTES:
+            return Grid(blocks, stages, 0, shared)
+    return None
+
+
+def _grid_of_clusters(weight: ScaledWeight, x: Tensor) -> Grid | None:
+    """``_grid`` of ``streamed_rows.cu``. Blocks and clusters, and so the order of sums, are those of the most rows."""
+
+    def shared_bytes(rows: int) -> int:
+        tiles, ins = -(-_tiles(weight) // clusters), -(-steps // split) * 128
+        sums = (tiles + WARPS) * rows + tiles  # and rests of tiles that two warps share; and scales
+        return WARPS * stages * OUTS * 128 + rows * 2 * (ins + 8) + sums * OUTS * 4
+
+    steps, grid = weight.shape[1] // 128, None
+    for stages in range(2, STAGES + 1):
+        for split in reversed(SPLITS):
+            if split > 1 and steps < split * LEAST_STEPS:
+                continue
+            clusters = min(_tiles(weight), _clusters(weight, x.dtype, split, x.device))
+            if shared_bytes(MAX_ROWS) <= SHARED_BYTES:
+                grid = Grid(split * clusters, stages, split, shared_bytes(x.shape[0]))
+    return grid
+
+
+def _clusters(weight: ScaledWeight, dtype: torch.dtype, split: int, device: torch.device) -> int:
+    """Return how many clusters run at once."""
+    if split == 1:
+        return _processors(device)
+    return _most_clusters(_kernel(weight, dtype, STAGES, split, device.index or 0), split)
+
+
+@cache
+def _most_clusters(kernel: Kernel, split: int) -> int:
+    return kernel.most_clusters(split)
 
 
 def _bits(weight: ScaledWeight | Int4Weight) -> int:
@@ -166,17 +179,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _group(weight: ScaledWeight | Int4Weight) -> int:
-    return weight.ins if isinstance(weight, Int4Weight) else 32
-
-
-def _kernel(
-    bits: int, group: int, scales: torch.dtype, dtype: torch.dtype, stages: int, split: int, device: int
-) -> Kernel:
+def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, stages: int, split: int, device: int) -> Kernel:
+    bits, scales = _bits(weight), weight.scales.dtype
     defines = {
-        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages, "SPLIT": split,
-        "AHEAD": AHEAD, "GROUP": group, "SCALE_HALF": int(scales == torch.float16),
+        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages, "SPLIT": split or 1,
+        "EARLY": EARLY, "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
         "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
     }  # fmt: skip
-    source = "streamed_linear.cu"
-    return compile_kernel((source,), "streamed_linear", tuple(defines.items()), WARPS * 32, SHARED_BYTES, device)
+    name = "streamed_rows" if split else "streamed_linear"
+    sources = "streamed_common.cu", f"{name}.cu"
+    return compile_kernel(sources, name, tuple(defines.items()), WARPS * 32, SHARED_BYTES, device)
