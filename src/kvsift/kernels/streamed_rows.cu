@@ -69,8 +69,7 @@ __device__ __forceinline__ void weigh(const Arguments &a, float (&x)[8], const u
 
 // Inputs of rows times the weight of their norm as float16, times a power of two of the row; and what is undone by it.
 // Each row has ROW_WARPS warps. Squares are added up in the same order whatever their number: in WARPS sums, each of
-// every WARPS-th piece of 256 inputs.
-// `meanwhile` is called while they are under way.
+// every WARPS-th piece of 256 inputs. Each thread calls `meanwhile` once, behind its first loads.
 template <int ROW_WARPS, class F>
 __device__ __forceinline__ void place_rows(
     const Arguments &a, Shared &s, u16 *rows, int first, int count, F meanwhile
@@ -197,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_rows(const __g
     fill(0, EARLY);
     if (a.norm)
         for (int i = thread * 64; i < inputs; i += THREADS * 64) prefetch(a.norm + share.first * STEP + i);
+
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (items <= STAGES) start_next();
