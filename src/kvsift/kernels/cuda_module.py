@@ -14,10 +14,16 @@ from typing import Any
 import torch
 
 
+SHARED_BYTES = 228 << 10  # of a processor, which Hopper has and GPUs for desktops have not
+
+
 @cache
 def have_nvrtc() -> bool:
-    """Whether this machine has a Hopper GPU or newer, and what compiles CUDA C++ for it."""
+    """Whether this machine has a Hopper GPU or a newer one with as much shared memory, and what compiles CUDA C++ for
+    it."""
     if not torch.cuda.is_available() or torch.version.cuda is None or torch.cuda.get_device_capability()[0] < 9:
+        return False
+    if torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor < SHARED_BYTES:
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
