@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-
 SHARED_BYTES = 228 << 10  # of a processor, which Hopper has and GPUs for desktops have not
 
 
