@@ -26,6 +26,7 @@ from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
 from kvsift.models.captured_step import Step
 from kvsift.models.hf.adapter import origin_of
+from kvsift.models.hf.model_directory import LayerKV
 from kvsift.models.hf.slot_states import other_layers
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.hf.state_snapshot import NO_TOKENS
@@ -204,9 +205,11 @@ def pool_bytes(
 ) -> int:
     """Estimate the bytes that ``filled_caches`` allocates."""
     page_size = plan.page_size or DEFAULT_PAGE_SIZE
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = place.store.bytes_per_token(head_dim, dtype, **dict(place.knobs))
-    if rule_of(plan):
-        per_token += 2 * head_dim * dtype.itemsize / page_size
+    share = 2 / page_size if rule_of(plan) else 0.0  # of summaries, in rows of a head
+    per_token = 0.0
+    for layer in LayerKV.of_layers(config):
+        if layer.window is None:
+            stored = place.store.bytes_per_token(layer.head_dim, dtype, **dict(place.knobs))
+            per_token += layer.num_kv_heads * (stored + share * layer.head_dim * dtype.itemsize)
     num_tokens = batch * reserved(context + steps, plan) + SPARE_PAGES * page_size
-    return int(num_tokens * config.num_hidden_layers * config.num_key_value_heads * per_token)
+    return int(num_tokens * per_token)

@@ -13,6 +13,7 @@ from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 from kvsift_lab.bench.random_models import random_model
 from models.quantized_files import stay_everywhere
+from models.tiny import tiny
 
 from kvsift.errors import InputError
 from kvsift.models.fused_step import FusedStep
@@ -90,6 +91,15 @@ def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, kv
         assert [tally.context_tokens for tally in tallies] == [3 * (257 + 258 + 259 + 260)] * 2
         assert all(tally.sparse_queries == 4 for tally in tallies)
     assert torch.isfinite(caches[0].attentions[0].store.keys.float()).all()
+
+
+def test_pools_of_a_hybrid_are_counted_by_layer() -> None:
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+    model = tiny("Gemma4", **windows, num_hidden_layers=4, global_head_dim=64, hidden_size_per_layer_input=0)
+    held = filled_caches(model, PLAN, 256, 2, 4)[0].num_bytes
+    assert 0.9 * held < pool_bytes(model.config, PLAN, 256, 2, 4, model.dtype) < 1.2 * held
+    point = next(iter(run(replace(SMALL, contexts=(256,), batches=(1,)), model)))
+    assert [variant["name"] for variant in point["variants"]] == ["dense", "sifted"]
 
 
 def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
