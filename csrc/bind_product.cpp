@@ -154,6 +154,12 @@ void bind_product(nb::module_& m) {
          double min_p) { return Draw(at<float>(logits), count, {temperature, noise, top_p, top_k, min_p}).run(); },
       free_gil);
   m.def(
+      "likeliest",
+      [](bool bf16, Address logits, std::int64_t count) {
+        return bf16 ? likeliest(at<std::uint16_t>(logits), count) : likeliest(at<float>(logits), count);
+      },
+      free_gil);
+  m.def(
       "exclude",
       [](Address logits, std::int64_t count, Address may) {
         kernels().exclude(at<float>(logits), count, at<std::uint32_t>(may));

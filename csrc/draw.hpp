@@ -13,17 +13,43 @@
 #include <vector>
 
 #include "isa/isa.hpp"
+#include "numbers.hpp"
 #include "top_k.hpp"
 
 namespace kvsift {
 
 struct Sampler {
-  double temperature;  // 0: the likeliest
+  double temperature;  // above 0
   std::uint64_t noise;
   double top_p;
   std::int64_t top_k;  // at least 1
   double min_p;
 };
+
+// The first of the logits that are the largest one, which is a number.
+template <class T>
+std::int64_t first_of(const T* logits, std::int64_t count, float largest) {
+  constexpr std::int64_t kBlock = 512;  // of which the compiler makes vectors
+  for (std::int64_t i = 0; i < count; i += kBlock) {
+    const std::int64_t stop = std::min(count, i + kBlock);
+    int found = 0;
+    for (std::int64_t j = i; j < stop; ++j) found |= load(logits + j) == largest;
+    if (found)
+      for (std::int64_t j = i;; ++j)
+        if (load(logits + j) == largest) return j;
+  }
+  return 0;
+}
+
+// The first token of the largest logit, and that logit: NaN if any is, and any token unless it is finite.
+inline std::pair<std::int64_t, float> likeliest(const float* logits, std::int64_t count) {
+  const float best = kernels().largest(logits, count);
+  return {std::isfinite(best) ? first_of(logits, count, best) : 0, best};
+}
+inline std::pair<std::int64_t, float> likeliest(const std::uint16_t* logits, std::int64_t count) {
+  const float best = kernels().largest_bf16(logits, count);
+  return {std::isfinite(best) ? first_of(logits, count, best) : 0, best};
+}
 
 class Draw {
  public:
@@ -36,9 +62,7 @@ class Draw {
   // The token, and the largest logit: NaN if any is, and any token unless it is finite.
   std::pair<std::int64_t, float> run() {
     if (std::isfinite(best_)) {
-      if (sampler_.temperature == 0)
-        each_likeliest([&](std::int64_t token) { offer(token, 0, 0); });
-      else if (sampler_.top_p < 1 || sampler_.top_k < count_ || sampler_.min_p > 0)
+      if (sampler_.top_p < 1 || sampler_.top_k < count_ || sampler_.min_p > 0)
         draw_from_likely();
       else
         draw_from_all();
@@ -53,12 +77,10 @@ class Draw {
     return -std::log(-std::log((double(mixed_noise(sampler_.noise, std::uint64_t(token)) >> 11) + 0.5) / 0x1p53));
   }
 
-  void offer(std::int64_t token, double scaled, double gumbel) {
-    const double number = scaled + gumbel;
+  void offer(std::int64_t token) {
+    const double number = scaled(logits_[token]) + gumbel(token);
     if (number > number_ || (number == number_ && token < winner_)) number_ = number, winner_ = token;
   }
-
-  void offer(std::int64_t token) { offer(token, scaled(logits_[token]), gumbel(token)); }
 
   // Calls fn(token) for the tokens whose logit is above bound(), in ascending order.
   template <class Bound, class Fn>
@@ -71,14 +93,8 @@ class Draw {
     }
   }
 
-  template <class Fn>
-  void each_likeliest(Fn&& fn) const {
-    const float below = std::nextafter(best_, -std::numeric_limits<float>::infinity());
-    each_above([&] { return below; }, fn);
-  }
-
   void draw_from_all() {
-    each_likeliest([&](std::int64_t token) { offer(token); });
+    offer(first_of(logits_, count_, best_));
     std::int32_t positions[2 * kDrawBlock];
     for (std::int64_t first = 0; first < count_; first += kDrawBlock) {
       const std::int64_t found =

@@ -132,7 +132,7 @@ class StepTrace:
     Attributes:
         files: paths below the package.
         calls: by folder of the package.
-        chain: functions on the stack at the deepest call of the compiled core.
+        chain: functions on the stack at the deepest call of the compiled core, but for the choice of a token.
     """
 
     files: set[str] = field(default_factory=set)
@@ -180,7 +180,8 @@ def traced_steps() -> Iterator[list[StepTrace]]:
         def noted(*arguments: Any) -> Any:
             if traces:
                 chain = _chain(sys._getframe(1), package)
-                traces[-1].chain = max(traces[-1].chain, chain, key=len)
+                if "Loop._choose" not in chain:
+                    traces[-1].chain = max(traces[-1].chain, chain, key=len)
             return function(*arguments)
 
         return noted

@@ -189,6 +189,7 @@ struct Kernels {
                  const float* factors, std::int64_t stride);
   // the largest of some logits; NaN if any is
   float (*largest)(const float* logits, std::int64_t count);
+  float (*largest_bf16)(const std::uint16_t* logits, std::int64_t count);
   // the sum of exp((logit - best) * inverse), best the largest of all
   double (*sum_of_shares)(const float* logits, std::int64_t count, float best, float inverse);
   // of at most kDrawBlock tokens from number `first` on, positions of those whose number may be above least -> how many

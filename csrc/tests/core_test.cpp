@@ -274,12 +274,14 @@ void check_draw(std::mt19937& random, std::size_t count) {
   kernels().exclude(logits.data(), std::int64_t(count), may.data());
   const float best = *std::max_element(logits.begin(), logits.end());
   const std::uint64_t noise = random();
-  for (const Sampler& sampler : {Sampler{0, noise, 1, 1 << 20, 0}, Sampler{0.7, noise, 1, 1 << 20, 0},
-                                 Sampler{0.7, noise, 0.9, 1 << 20, 0}, Sampler{0.7, noise, 1, 3, 0.1}}) {
+  const auto [first, its] = likeliest(logits.data(), std::int64_t(count));
+  CHECK(its == best && first == std::max_element(logits.begin(), logits.end()) - logits.begin());
+  const std::vector<std::uint16_t> shorts = bf16(logits);
+  CHECK(shorts[std::size_t(likeliest(shorts.data(), std::int64_t(count)).first)] == bf16({best})[0]);
+  for (const Sampler& sampler : {Sampler{0.7, noise, 1, 1 << 20, 0}, Sampler{0.7, noise, 0.9, 1 << 20, 0}, Sampler{0.7, noise, 1, 3, 0.1}}) {
     const auto [token, largest] = Draw(logits.data(), std::int64_t(count), sampler).run();
     CHECK(largest == best && token >= 0 && token < std::int64_t(count) && std::isfinite(logits[std::size_t(token)]));
-    if (sampler.temperature == 0) CHECK(logits[std::size_t(token)] == best);
-    if (sampler.temperature == 0 || sampler.top_p < 1 || sampler.min_p > 0) continue;
+    if (sampler.top_p < 1 || sampler.min_p > 0) continue;
     double most = -std::numeric_limits<double>::infinity();
     std::size_t winner = 0;
     for (std::size_t i = 0; i < count; ++i) {

@@ -63,8 +63,8 @@ def most_rows(kind: str) -> int:
 def test_it_is_as_near_to_the_exact_product_as_the_reference(
     rows: int, num_out: int, num_in: int, fused: tuple[str, ...], kind: str, dtype: torch.dtype
 ) -> None:
-    if kind.startswith("int4"):
-        rows, num_in = min(rows, 4), num_in // 256 * 256
+    if rows > most_rows(kind):
+        pytest.skip("4 rows of 4-bit codes at most")
     weight, exact = weight_in(kind, num_out, num_in)
     x, how = draw(rows, num_out, num_in, dtype)
     how = {name: how[name] for name in fused}
@@ -107,6 +107,8 @@ def test_gates_are_multiplied_by_their_own_scales(
 @pytest.mark.parametrize("kind", ["output", "block", "int4 32"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(5120, 17408), (6144, 5120), (100, 768)])
 def test_a_row_has_the_same_bits_beside_others_of_the_same_kernel(num_out: int, num_in: int, kind: str) -> None:
+    if kind == "int4 32" and num_in > 5120:
+        pytest.skip("its rows have no room")
     weight, _ = weight_in(kind, num_out, num_in)
     x, how = draw(most_rows(kind), num_out, num_in, torch.bfloat16)
     del how["residual"]

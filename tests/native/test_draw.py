@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvsift import native
 from kvsift.engine.sampling import draw_by_torch
 from kvsift.native.draw import draw, exclude
+from kvsift.native.loader import core
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 SHARES = st.floats(1e-9, 1)
@@ -34,7 +35,7 @@ def drawn_logits(draw: st.DrawFn) -> torch.Tensor:
 @pytest.mark.parametrize("level", native.levels() if native.available() else [])
 @given(
     logits=drawn_logits(),
-    temperature=st.just(0.0) | st.sampled_from([1e-320, 1e-30, 1e-4, 0.1, 0.6, 1.0, 1.7, 50.0, 1e30, 1e308]),
+    temperature=st.sampled_from([1e-320, 1e-30, 1e-4, 0.1, 0.6, 1.0, 1.7, 50.0, 1e30, 1e308]),
     noise=st.integers(0, (1 << 62) - 1),
     limits=LIMITS,
 )
@@ -57,9 +58,25 @@ def test_tokens_are_those_of_the_reference(
 def test_a_logit_that_is_no_number_shows(wrong: float, place: int) -> None:
     logits = torch.zeros(300)
     logits[place] = wrong
-    for temperature in (0.0, 1.0):
-        best = draw(logits, temperature, 1, (0.9, 10.0, 0.0))[1]
-        assert isnan(best) if isnan(wrong) else best == inf
+    for found in (draw(logits, 1.0, 1, (0.9, 10.0, 0.0)), likeliest(logits), likeliest(logits.bfloat16())):
+        assert isnan(found[1]) if isnan(wrong) else found[1] == inf
+
+
+def likeliest(logits: torch.Tensor) -> tuple[int, float]:
+    return core.likeliest(logits.dtype == torch.bfloat16, logits.data_ptr(), len(logits))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", native.levels() if native.available() else [])
+@given(logits=drawn_logits(), short=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_the_likeliest_token_is_the_first_of_equals(level: str, logits: torch.Tensor, short: bool) -> None:
+    logits = logits.bfloat16() if short else logits
+    before = native.level()
+    native.use_level(level)
+    try:
+        assert likeliest(logits) == (int(logits.float().argmax()), float(logits.max()))
+    finally:
+        native.use_level(before)
 
 
 @pytest.mark.parametrize("level", native.levels() if native.available() else [])

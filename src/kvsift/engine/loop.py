@@ -483,7 +483,8 @@ class Loop(EngineThread):
 
     def _decode_together(self, seqs: Sequence[EngineSequence]) -> None:
         counted = [
-            None if seq.group is not None or seq.cache is None else seq.cache.run.stats.snapshot() for seq in seqs
+            None if seq.group is not None or seq.cache is None else seq.cache.run.stats.snapshot("decode")
+            for seq in seqs
         ]
         before = [seq.num_cached for seq in seqs]
         try:

@@ -248,12 +248,13 @@ class RunStats:
             tallies[index].estimated += share
         return tallies
 
-    def snapshot(self) -> Snapshot:
-        """All counters, for ``set_back``."""
-        tallies: Tallies = {}
+    def snapshot(self, phase: Phase | None = None) -> Snapshot:
+        """All counters, for ``set_back``; with ``phase`` no other phase may count in between."""
+        tallies: Tallies = dict(self._tallies)
         for key, tally in self._tallies.items():
-            tallies[key] = kept = object.__new__(Tally)  # copy() takes several times as long, and each step has layers
-            kept.__dict__.update(tally.__dict__)
+            if phase is None or key[1] == phase:
+                tallies[key] = kept = object.__new__(Tally)  # copy() takes several times as long, of all layers
+                kept.__dict__.update(tally.__dict__)
         return tallies, [*self._widenings], self.probe_s
 
     def set_back(self, counters: Snapshot) -> None:

@@ -18,7 +18,7 @@ def draw(logits: Tensor, temperature: float, noise: int, limits: tuple[float, fl
 
     Args:
         logits: float32 [vocabulary], which ``takes_logits``.
-        temperature: 0 chooses the likeliest, the first one of equals.
+        temperature: above 0.
         noise: the sequence's random number, 0 or more.
         limits: top_p, the number of likeliest tokens that are drawn from, and min_p.
 
