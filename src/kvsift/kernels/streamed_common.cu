@@ -8,12 +8,14 @@
 //
 // Weights of 8 bits become float16, whose range is small: rows are multiplied by a power of two of their own, so that
 // the largest number of each is in [2^14, 2^15). Codes of 4 bits stay integers, which costs one instruction for four of
-// them: rows become integers of 15 bits and a power of two for each group of inputs, and are multiplied in two halves,
-// which are columns of their own. The sums of a group are exact.
+// them: rows become integers of 15 bits and a power of two for each group of inputs that shares a scale, and are
+// multiplied in two halves, which are columns of their own. The sums of a group are exact. Where columns are left, other
+// groups have them, zero in all inputs but their own: a thread scales the sums of one group, and few of a step.
 //
 // Compiled for: HALF (rows of float16, else bfloat16), BITS of a weight (8 or 4), WARPS, STAGES, SPLIT (blocks that
-// share the inputs of a tile); for codes of 4 bits GROUP (inputs that share a scale: 32, 64 or 128) and SCALE_HALF
-// (scales of float16, else bfloat16).
+// share the inputs of a tile), EARLY (stages that are filled before the kernel in front has ended, ahead of the rows; the
+// others behind them); for codes of 4 bits GROUP (inputs that share a scale: 32, 64 or 128), SCALE_HALF (scales
+// of float16, else bfloat16) and AT_ONCE (groups that have columns of their own).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -57,11 +59,13 @@ struct Arguments {
 };
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/streamed_linear.py differs");
 
-__device__ __forceinline__ float as_float(u32 bits16) {
+__device__ __forceinline__ float from_half(u32 bits16) {
     float x;
-    if (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits16));
-    else x = __uint_as_float(bits16 << 16);
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits16));
     return x;
+}
+__device__ __forceinline__ float as_float(u32 bits16) {
+    return HALF ? from_half(bits16) : __uint_as_float(bits16 << 16);
 }
 __device__ __forceinline__ u32 half_pair(float low, float high) {
     u32 bits;
@@ -83,11 +87,8 @@ __device__ __forceinline__ void unpack(const uint4 &eight, float (&x)[8]) {
 }
 
 __device__ __forceinline__ float scale_of(u32 two, int which) {
-    float x;
     u32 bits = which ? two >> 16 : two & 0xffff;
-    if (SCALE_HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
-    else x = __uint_as_float(bits << 16);
-    return x;
+    return SCALE_HALF ? from_half(bits) : __uint_as_float(bits << 16);
 }
 
 __device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
@@ -167,49 +168,29 @@ struct InGroup {
     int sum;
 };
 
-__device__ __forceinline__ void add_group(
-    float (&total)[SUMS], const int (&lower)[4], const int (&upper)[4], InGroup x, const float (&scales)[2],
-    const int (&zeros)[2]
-) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int low = lower[2 * half] * 256 + lower[2 * half + 1], high = upper[2 * half] * 256 + upper[2 * half + 1];
-        total[half] += (float)(low * 16 + high - zeros[half] * x.sum) * (x.unit * scales[half]);
-    }
-}
-
 // The products of a stage, times the scales of their groups, added to `total`. A thread has the outputs lane / 4 and 8
-// behind it, and the row lane % 4. `odd` says of each output whether its zero points begin with the upper two bytes.
+// behind it, and of AT_ONCE groups one of one row, whose numbers `groups` has for all groups; `own` are the integers of
+// its column. `odd` says of each output whether its zero points begin with the upper two bytes.
 __device__ __forceinline__ void multiply_stage(
     const u8 *stage, const u8 *own, const InGroup *groups, bool has_zeros, const bool (&odd)[2], float (&total)[SUMS]
 ) {
     constexpr u32 LOWER = 0x0f0f0f0f, UPPER = 0xf0f0f0f0;  // codes; 16 times codes
     int lane = threadIdx.x & 31, within = lane / 4;
+    int column_group = within / COLUMNS % AT_ONCE, own_group = lane % 4 % AT_ONCE;
     u32 line_at = (u32)__cvta_generic_to_shared(stage) + lane % 8 * STEP_BYTES;
-    u32 zeros[2][(GROUPS + 3) / 4], scales[2][GROUPS / 2];
     __syncwarp();  // a thread reads what others have copied
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int output = within + half * (OUTS / 2);
-#pragma unroll
-        for (int j = 0; j < GROUPS / 2; ++j)
-            scales[half][j] = *(const u32 *)(stage + SCALES_AT + (output * GROUPS + j * 2) * 2);
-#pragma unroll
-        for (int j = 0; j < (GROUPS + 3) / 4; ++j) {
-            zeros[half][j] = has_zeros ? *(const u32 *)(stage + ZEROS_AT + output * ZERO_BYTES + j * 4) : 0x08080808;
-            if (GROUPS == 2 && odd[half]) zeros[half][j] >>= 16;
-        }
-    }
     int lower[4] = {}, upper[4] = {};
-    auto end_group = [&](int group) {
-        float scale[2];
-        int zero[2];
+    auto end_groups = [&](int first) {  // of AT_ONCE
+        int group = first + own_group;
+        InGroup x = groups[group];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            scale[half] = scale_of(scales[half][group / 2], group % 2);
-            zero[half] = (zeros[half][group / 4] >> group % 4 * 8 & 255) * 16;
+            int output = within + half * (OUTS / 2), zero = 8;
+            float scale = scale_of(*(const u16 *)(stage + SCALES_AT + (output * GROUPS + group) * 2), 0);
+            if (has_zeros) zero = stage[ZEROS_AT + output * ZERO_BYTES + group + (GROUPS == 2 && odd[half]) * 2];
+            int low = lower[2 * half] * 256 + lower[2 * half + 1], high = upper[2 * half] * 256 + upper[2 * half + 1];
+            total[half] += (float)(low * 16 + high - zero * 16 * x.sum) * (x.unit * scale);
         }
-        add_group(total, lower, upper, groups[group], scale, zero);
 #pragma unroll
         for (int k = 0; k < 4; ++k) lower[k] = upper[k] = 0;
     };
@@ -219,22 +200,23 @@ __device__ __forceinline__ void multiply_stage(
         load_words(first, words_at), load_words(second, words_at + OUTS / 2 * STEP_BYTES);
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {  // two chunks of 32 inputs
-            int chunk = part * 4 + j;
+            int chunk = part * 4 + j, group = chunk * 32 / GROUP, next = (chunk + 1) * 32 / GROUP;
             uint4 x = *(const uint4 *)(own + chunk * 32);
-            if (GROUP == 32) {
+            if (next > group && AT_ONCE == 1) {
                 multiply(lower, first[j] & LOWER, second[j] & LOWER, x.x);
                 multiply(upper, first[j] & UPPER, second[j] & UPPER, x.z);
-                end_group(chunk);
+                end_groups(group);
                 multiply(lower, first[j + 1] & LOWER, second[j + 1] & LOWER, x.y);
                 multiply(upper, first[j + 1] & UPPER, second[j + 1] & UPPER, x.w);
-                end_group(chunk + 1);
             } else {
+                if (group % AT_ONCE != column_group) x.x = x.z = 0;
+                if (next % AT_ONCE != column_group) x.y = x.w = 0;
                 multiply(lower, first[j] & LOWER, second[j] & LOWER, first[j + 1] & LOWER, second[j + 1] & LOWER,
                          x.x, x.y);
                 multiply(upper, first[j] & UPPER, second[j] & UPPER, first[j + 1] & UPPER, second[j + 1] & UPPER,
                          x.z, x.w);
-                if ((chunk + 2) * 32 % GROUP == 0) end_group(chunk * 32 / GROUP);
             }
+            if ((chunk + 2) * 32 % (GROUP * AT_ONCE) == 0) end_groups((chunk + 2) * 32 / GROUP - AT_ONCE);
         }
     }
     __syncwarp();  // before the stage is asked for again

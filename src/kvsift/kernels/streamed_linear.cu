@@ -17,52 +17,85 @@ struct Shared {
 
 __device__ __forceinline__ int column_numbers(const Arguments &a) { return a.num_in + PADDING; }  // in shared memory
 
-// Eight weights of the norm, from that of an input on.
-__device__ __forceinline__ void norm_weights(const Arguments &a, int i, float (&norm)[8]) {
-    unpack(*(const uint4 *)(a.norm + i), norm);
+// What a thread loads of a row at once: 8 inputs, and the next 8 a hop further, and the weights of their norm.
+struct Pieces {
+    static constexpr int COUNT = 4, HOP = THREADS * 8;
+    uint4 numbers[COUNT], norm[COUNT];
+
+    __device__ __forceinline__ void load(const Arguments &a, int row, int from) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) norm[j] += a.norm_offset;
+        for (int p = 0; p < COUNT; ++p)
+            if (int i = from + p * HOP; i < a.num_in) {
+                numbers[p] = *(const uint4 *)(a.x + row * a.x_row + i);
+                if (a.norm) norm[p] = *(const uint4 *)(a.norm + i);
+            }
+    }
+    // Calls `use` with the first of 8 inputs, what they are behind the norm but for its factor, and their squares' sum.
+    template <class F> __device__ __forceinline__ void each(const Arguments &a, int from, F use) const {
+#pragma unroll
+        for (int p = 0; p < COUNT; ++p)
+            if (from + p * HOP < a.num_in) {
+                float x[8], weights[8], squares = 0.f;
+                unpack(numbers[p], x);
+                if (a.norm) unpack(norm[p], weights);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    squares += x[j] * x[j];
+                    if (a.norm) x[j] *= weights[j] + a.norm_offset;
+                }
+                use(from + p * HOP, x, squares);
+            }
+    }
+};
+
+__device__ __forceinline__ float all_of_warp(float x) {  // their sum
+#pragma unroll
+    for (int other = 16; other; other >>= 1) x += __shfl_xor_sync(~0u, x, other);
+    return x;
 }
 
 #if BITS == 8
-// Rows times the weight of their norm as float16, each times a power of two; and the factors of their products.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows) {
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+// Rows times the weight of their norm as float16, each times a power of two; and the factors of their products. Each
+// thread calls `meanwhile` behind its first loads.
+template <class F>
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u16 *rows, F meanwhile) {
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, first = thread * 8;
+    Pieces pieces;
     for (int row = 0; row < a.rows; ++row) {
-        float most = 0.f, sum = 0.f, x[8], norm[8];
-        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
-            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
+        float most = 0.f, sum = 0.f;
+        for (int from = first; from < a.num_in || from == first; from += Pieces::COUNT * Pieces::HOP) {
+            pieces.load(a, row, from);
+            if (row == 0 && from == first) meanwhile();
+            pieces.each(a, from, [&](int, const float (&x)[8], float squares) {
+                sum += squares;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                sum += x[j] * x[j];
-                most = fmaxf(most, fabsf(a.norm ? x[j] * norm[j] : x[j]));
-            }
+                for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[j]));
+            });
         }
+        sum = all_of_warp(sum);
 #pragma unroll
-        for (int other = 16; other; other >>= 1) {
-            sum += __shfl_xor_sync(~0u, sum, other);
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-        }
+        for (int other = 16; other; other >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
         if (lane == 0) s.largest[row][warp] = most, s.squares[row][warp] = sum;
     }
     __syncthreads();
+    bool are_held = a.rows == 1 && a.num_in <= Pieces::COUNT * Pieces::HOP;
     for (int row = 0; row < a.rows; ++row) {
-        float most = 0.f, sum = 0.f, x[8], norm[8];
+        float most = 0.f, sum = 0.f;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) most = fmaxf(most, s.largest[row][i]), sum += s.squares[row][i];
         int exponent = max(__float_as_int(most) >> 23, 15);
         float scale = __int_as_float((268 - exponent) << 23);  // times most: in [2^14, 2^15)
         if (thread == 0)
             s.factors[row] = __int_as_float((exponent - 14) << 23) * (a.norm ? rsqrtf(sum / a.num_in + a.eps) : 1.f);
-        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {
-            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
+        for (int from = first; from < a.num_in; from += Pieces::COUNT * Pieces::HOP) {
+            if (!are_held) pieces.load(a, row, from);
+            pieces.each(a, from, [&](int i, float (&x)[8], float) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = (a.norm ? x[j] * norm[j] : x[j]) * scale;
-            *(uint4 *)(rows + row * column_numbers(a) + i) = make_uint4(
-                half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]), half_pair(x[6], x[7])
-            );
+                for (int j = 0; j < 8; ++j) x[j] *= scale;
+                *(uint4 *)(rows + row * column_numbers(a) + i) = make_uint4(
+                    half_pair(x[0], x[1]), half_pair(x[2], x[3]), half_pair(x[4], x[5]), half_pair(x[6], x[7])
+                );
+            });
         }
     }
     __syncthreads();
@@ -73,50 +106,50 @@ __device__ __forceinline__ InGroup *groups_of(const Arguments &a, u8 *rows) {  /
 }
 
 // Rows times the weight of their norm as integers below 2^14, each group of inputs times a power of two; and the
-// factors of their products.
-__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows) {
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+// factors of their products. Each thread calls `meanwhile` behind its first loads.
+template <class F>
+__device__ __forceinline__ void place_rows(const Arguments &a, Shared &s, u8 *rows, F meanwhile) {
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, first = thread * 8;
     InGroup *groups = groups_of(a, rows);
+    Pieces pieces;
     for (int row = 0; row < a.rows; ++row) {
-        float sum = 0.f, x[8], norm[8];
-        for (int i = thread * 8; i < a.num_in; i += THREADS * 8) {  // whole warps
-            unpack(*(const uint4 *)(a.x + row * a.x_row + i), x);
-            if (a.norm) norm_weights(a, i, norm);
-            float most = 0.f;
+        float sum = 0.f;
+        for (int from = first; from < a.num_in || from == first; from += Pieces::COUNT * Pieces::HOP) {
+            pieces.load(a, row, from);
+            if (row == 0 && from == first) meanwhile();
+            pieces.each(a, from, [&](int i, const float (&x)[8], float squares) {  // whole warps
+                float most = 0.f;
+                sum += squares;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                sum += x[j] * x[j];
-                if (a.norm) x[j] *= norm[j];
-                most = fmaxf(most, fabsf(x[j]));
-            }
+                for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[j]));
 #pragma unroll
-            for (int other = GROUP / 16; other; other >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
-            int exponent = max(__float_as_int(most) >> 23, 18);
-            float scale = __int_as_float((267 - exponent) << 23);  // times most: in [2^13, 2^14)
-            // A word of codes has four inputs of a lane of 16 in its lower halves, and those 8 behind in its upper
-            // ones. A thread reads what it multiplies with words of two chunks of 32 inputs at once.
-            u8 *to = rows + row * COLUMNS * column_numbers(a) + (i & ~63) + (i & 16) * 2 + (i & 8) + (i & 32) / 8;
-            int whole = 0;
+                for (int other = GROUP / 16; other; other >>= 1)
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, other));
+                int exponent = max(__float_as_int(most) >> 23, 18), whole = 0;
+                float scale = __int_as_float((267 - exponent) << 23);  // times most: in [2^13, 2^14)
+                // A word of codes has four inputs of a lane of 16 in its lower halves, and those 8 behind in its upper
+                // ones. A thread reads what it multiplies with words of two chunks of 32 inputs at once.
+                u8 *to = rows + row * COLUMNS * column_numbers(a) + (i & ~63) + (i & 16) * 2 + (i & 8) + (i & 32) / 8;
 #pragma unroll
-            for (int word = 0; word < 2; ++word) {
-                u32 v[4];
+                for (int word = 0; word < 2; ++word) {
+                    u32 v[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) v[j] = __float2int_rn(x[word * 4 + j] * scale), whole += (int)v[j];
-                *(u32 *)(to + column_numbers(a) + word * 16) =
-                    __byte_perm(__byte_perm(v[0], v[1], 0x40), __byte_perm(v[2], v[3], 0x40), 0x5410);
+                    for (int j = 0; j < 4; ++j) v[j] = __float2int_rn(x[word * 4 + j] * scale), whole += (int)v[j];
+                    *(u32 *)(to + column_numbers(a) + word * 16) =
+                        __byte_perm(__byte_perm(v[0], v[1], 0x40), __byte_perm(v[2], v[3], 0x40), 0x5410);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) v[j] += 128;  // lower halves are signed
-                *(u32 *)(to + word * 16) =
-                    __byte_perm(__byte_perm(v[0], v[1], 0x51), __byte_perm(v[2], v[3], 0x51), 0x5410);
-            }
+                    for (int j = 0; j < 4; ++j) v[j] += 128;  // lower halves are signed
+                    *(u32 *)(to + word * 16) =
+                        __byte_perm(__byte_perm(v[0], v[1], 0x51), __byte_perm(v[2], v[3], 0x51), 0x5410);
+                }
 #pragma unroll
-            for (int other = GROUP / 16; other; other >>= 1) whole += __shfl_xor_sync(~0u, whole, other);
-            float unit = __int_as_float((exponent - 17) << 23);
-            if (exponent == 255) unit = most - most;  // infinity: no number
-            if (i % GROUP == 0) groups[row * (a.num_in / GROUP) + i / GROUP] = {unit, whole};
+                for (int other = GROUP / 16; other; other >>= 1) whole += __shfl_xor_sync(~0u, whole, other);
+                float unit = __int_as_float((exponent - 17) << 23);
+                if (exponent == 255) unit = most - most;  // infinity: no number
+                if (i % GROUP == 0) groups[row * (a.num_in / GROUP) + i / GROUP] = {unit, whole};
+            });
         }
-#pragma unroll
-        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
+        sum = all_of_warp(sum);
         if (lane == 0) s.squares[row][warp] = sum;
     }
     __syncthreads();
@@ -188,10 +221,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
         asked.advance(WARPS, steps);
         if (asked.tile != tile) find_tile();
     };
-    for (int i = 0; i < STAGES; ++i) {
-        if (i < items) request(i);
-        commit();
-    }
+    auto fill = [&](int from, int to) {
+        for (int i = from; i < to; ++i) {
+            if (i < items) request(i);
+            commit();
+        }
+    };
+    fill(0, EARLY);
     if (a.norm)
         for (int i = thread * 64; i < a.num_in; i += THREADS * 64) prefetch(a.norm + i);
     for (int i = thread; i < tiles * WARPS * OUTS * a.rows; i += THREADS) parts[i] = 0.f;
@@ -206,17 +242,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (items <= STAGES) start_next();
-    place_rows(a, s, rows);
+    int outs = a.gated ? OUTS / 2 : OUTS, results = tiles * outs * a.rows;
+    auto residual_of = [&](int result) -> u16 {
+        int row = result % a.rows, output = result / a.rows % outs;
+        output += (blockIdx.x + result / a.rows / outs * gridDim.x) * outs;
+        return a.residual && result < results && output < a.num_out ? a.residual[row * a.residual_row + output] : 0;
+    };
+    u16 added = residual_of(thread);  // what this thread adds first in the end
+    place_rows(a, s, rows, [&] { fill(EARLY, STAGES); });
 
     float total[SUMS] = {};
     Place at{0, 0};
     at.advance(warp, steps);
     // columns without a row repeat the last one
-    const Number *own = rows + min(within, a.rows * COLUMNS - 1) * column_numbers(a) + quarter * 16;
 #if BITS == 8
+    const u16 *own = rows + min(within, a.rows - 1) * column_numbers(a) + quarter * 16;
     float sums[2][4] = {};
 #else
-    const InGroup *groups = groups_of(a, rows) + min(quarter, a.rows - 1) * (a.num_in / GROUP);
+    int column = min(within / COLUMNS / AT_ONCE, a.rows - 1) * COLUMNS + within % COLUMNS;
+    const u8 *own = rows + column * column_numbers(a) + quarter * 16;
+    const InGroup *groups = groups_of(a, rows) + min(quarter / AT_ONCE, a.rows - 1) * (a.num_in / GROUP);
 #endif
     auto finish = [&](int tile) {
         float *part = parts + (tile * WARPS + warp) * OUTS * a.rows;
@@ -227,7 +272,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             total[i] += sums[0][i] + sums[1][i];
             sums[0][i] = sums[1][i] = 0.f;
 #else
-            int row = quarter, half = i;
+            int row = quarter % AT_ONCE ? MAX_ROWS : quarter / AT_ONCE, half = i;
+#pragma unroll
+            for (int other = 1; other < AT_ONCE; other *= 2) total[i] += __shfl_xor_sync(~0u, total[i], other);
 #endif
             if (row < a.rows) part[(within + half * (OUTS / 2)) * a.rows + row] = total[i];
             total[i] = 0.f;
@@ -273,8 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
     }
     __syncthreads();
 
-    int outs = a.gated ? OUTS / 2 : OUTS;
-    for (int i = thread; i < tiles * outs * a.rows; i += THREADS) {
+    for (int i = thread; i < results; i += THREADS) {
         int row = i % a.rows, output = i / a.rows % outs, tile = i / a.rows / outs;
         float y[2] = {};
 #pragma unroll
@@ -293,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
             float gate = cut(y[0]);
             y[0] = cut(gate / (1.f + __expf(-gate))) * cut(y[1]);
         }
-        if (a.residual) y[0] = cut(y[0]) + as_float(a.residual[row * a.residual_row + output]);
+        if (a.residual) y[0] = cut(y[0]) + as_float(i == thread ? added : residual_of(i));
         a.out[(i64)row * a.num_out + output] = rounded(y[0]);
     }
 }

@@ -18,6 +18,7 @@ from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_n
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import ScaledWeight
 from kvsift.kernels.skinny_product import Norm
+from kvsift.kernels.triton_shim import power_of_two
 
 # columns of a product on tensor cores, of which codes of 4 bits need two for a row; and up to how many rows of 8-bit
 # weights go without clusters, which are faster with three or more
@@ -102,7 +103,7 @@ def streamed_linear(
     )  # fmt: skip
     grid = _grid(weight, x)
     assert grid is not None
-    kernel = _kernel(weight, x.dtype, grid.stages, grid.split, x.device.index or 0)
+    kernel = _kernel(weight, x.dtype, rows, grid.stages, grid.split, x.device.index or 0)
     kernel.launch(grid.blocks, given, early=pdl, shared_bytes=grid.shared_bytes, cluster=grid.split or 1)
     return out
 
@@ -162,7 +163,7 @@ def _clusters(weight: ScaledWeight, dtype: torch.dtype, split: int, device: torc
     """Return how many clusters run at once."""
     if split == 1:
         return _processors(device)
-    return _most_clusters(_kernel(weight, dtype, STAGES, split, device.index or 0), split)
+    return _most_clusters(_kernel(weight, dtype, MAX_ROWS, STAGES, split, device.index or 0), split)
 
 
 @cache
@@ -170,20 +171,20 @@ def _most_clusters(kernel: Kernel, split: int) -> int:
     return kernel.most_clusters(split)
 
 
-def _bits(weight: ScaledWeight | Int4Weight) -> int:
-    return 4 if isinstance(weight, Int4Weight) else 8
-
-
 @cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _kernel(weight: ScaledWeight | Int4Weight, dtype: torch.dtype, stages: int, split: int, device: int) -> Kernel:
-    bits, scales = _bits(weight), weight.scales.dtype
+def _kernel(
+    weight: ScaledWeight | Int4Weight, dtype: torch.dtype, rows: int, stages: int, split: int, device: int
+) -> Kernel:
+    group = weight.ins if isinstance(weight, Int4Weight) else 0
     defines = {
-        "HALF": int(dtype == torch.float16), "BITS": bits, "WARPS": WARPS, "STAGES": stages, "SPLIT": split or 1,
-        "EARLY": EARLY, "GROUP": weight.ins if bits == 4 else 32, "SCALE_HALF": int(scales == torch.float16),
+        "HALF": int(dtype == torch.float16), "BITS": 4 if group else 8, "WARPS": WARPS, "STAGES": stages,
+        "SPLIT": split or 1, "EARLY": EARLY, "GROUP": group or 32,
+        "SCALE_HALF": int(weight.scales.dtype == torch.float16),
+        "AT_ONCE": min(MAX_ROWS // 2 // power_of_two(rows), 256 // group) if group else 1,
         "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
     }  # fmt: skip
     name = "streamed_rows" if split else "streamed_linear"

@@ -4,9 +4,6 @@
 // alone. The warps of a block divide its steps into runs of the same length, whatever the tiles, so that there is hardly
 // a sum of more than one warp. The sums of blocks are added up in the end, in the order of the inputs, whatever the
 // number of rows.
-//
-// Compiled for, beside what is common: EARLY, stages that are filled before the kernel in front has ended. The rows
-// queue behind them.
 
 __device__ __forceinline__ void wait_for_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() {

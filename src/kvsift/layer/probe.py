@@ -36,8 +36,13 @@ def recall_and_recovery(weights: Tensor, visible: Tensor) -> tuple[float, float]
 
 def exact_shares(shape: LayerShape, queries: Tensor, keys: HeadRows) -> Tensor:
     """Exact attention of one query per head to each key, float32 [num_query_heads, num_keys]; arguments as above."""
+    return exact_scores(shape, queries, keys).softmax(-1)
+
+
+def exact_scores(shape: LayerShape, queries: Tensor, keys: HeadRows) -> Tensor:
+    """Logits of one query per head with each key, float32 [num_query_heads, num_keys]; arguments as above."""
     scores = native.all_scores if supports(queries[:, 0], keys) else twins.all_scores
-    return shape.capped(scores(queries[:, 0], keys) * shape.scale).softmax(-1)
+    return shape.capped(scores(queries[:, 0], keys) * shape.scale)
 
 
 def visible_tokens(

@@ -13,8 +13,10 @@ from kvsift.engine.graphs.accounting import CapturedSequence
 from kvsift.engine.graphs.slots import CapturedStep, Slots
 from kvsift.kernels.coded_pages import read_pages
 from kvsift.layer.paged_decode import DecodeLayer
-from kvsift.layer.probe import probe as compare
+from kvsift.layer.probe import exact_scores, recall_and_recovery, visible_tokens
 from kvsift.types import Selection
+
+PAGES_AT_ONCE = 1024  # whose keys are in float32 at once
 
 
 class Probe(NamedTuple):
@@ -76,7 +78,11 @@ def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple
     assert layer.lists is not None
     units, counts = (each[slot] for each in layer.lists)
     physical = layer.kv.table[slot, : -(-length // layer.kv.page_size)].long()
-    keys = read_pages(layer.kv.keys, physical, turned=True).flatten(1, 2)[:, :length]
+    scores = [
+        exact_scores(layer.shape, queries.unsqueeze(1), read_pages(layer.kv.keys, pages, turned=True).flatten(1, 2))
+        for pages in physical.split(PAGES_AT_ONCE)
+    ]
+    shares = torch.cat(scores, 1)[:, :length].softmax(-1)
     listed = torch.arange(units.shape[1], device=units.device) < counts.unsqueeze(1)
     selection = Selection(units.long().masked_fill(~listed, -1), layer.batch.unit_size)
-    return compare(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)
+    return recall_and_recovery(shares, visible_tokens(layer.shape, length, (0, length), selection, units.device))
