@@ -137,6 +137,7 @@ class FusedModel:
                 x = layer.output.add_to(x, every)
             else:
                 x = _add_normalised(x, layer.output(every), layer.after_attention)
+            del attended, outputs, every  # the memory of a long chunk, which the next layer needs
             if layer.after_mlp is None:
                 x = layer.mlp.add_to(x, x, layer.before_mlp)
             else:
