@@ -135,7 +135,7 @@ def layer_table(result: dict[str, Any]) -> str:
 
 
 def _label(plan: str) -> str:
-    return f"`{plan.removeprefix('prefill=')}`"
+    return f"`{plan}`"
 
 
 def point_text(point: Point) -> str:
