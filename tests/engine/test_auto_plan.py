@@ -12,7 +12,7 @@ from refusals import refused
 
 from kvsift import LLM, make_cache, native, parse_plan
 from kvsift.checkpoint import fingerprint
-from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, TunedPlan, default_path, write
+from kvsift.plan.tuned_plan import DEFAULT_PLAN, DRAFTS, FILE, GUARD, TunedPlan, default_path, write
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 TEXT = text_of(400)
@@ -102,13 +102,13 @@ def test_without_probes_there_is_no_guard(llama: Path, log: pytest.LogCaptureFix
 
 
 @pytest.mark.skipif(not native.available(), reason="verification needs the compiled core")
-def test_exact_answers_need_no_guard(tmp_path: Path) -> None:
+def test_exact_answers_need_neither_guard_nor_dense_layers(tmp_path: Path) -> None:
     llm = LLM(write_wide(tmp_path / "wide", "Qwen3"), "auto", dtype="float32", chunk_size=64)
     assert llm.plan.is_guarded
     dense = llm.generate(TEXT, plan="dense", max_new_tokens=4)
     for answer in (llm.generate(TEXT, max_new_tokens=4, exact=True),
                    llm.generate(TEXT, plan="auto", max_new_tokens=4, exact=True)):  # fmt: skip
-        assert (answer.plan, answer.token_ids) == (DEFAULT_PLAN, dense.token_ids)
-    assert llm.read(TEXT).ask("What does it grind?", max_new_tokens=2, exact=True).plan == DEFAULT_PLAN
+        assert (answer.plan, answer.token_ids) == (DRAFTS, dense.token_ids)
+    assert llm.read(TEXT).ask("What does it grind?", max_new_tokens=2, exact=True).plan == DRAFTS
     with refused("unsupported_plan: min_recovery has nothing to guard"):
         llm.generate(TEXT, plan="quest:budget=128:min_recovery=0.9", exact=True)

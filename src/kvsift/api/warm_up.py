@@ -48,7 +48,7 @@ def warm_up(runner: Engine, loop: Loop, plans: Sequence[Plan], num_tokens: int |
     for each in {str(plan.prefill): plan for plan in pooled if plan.prefill is not None}.values():
         loop.call(partial(_read, runner, loop.grid, each))
     num_pages = None if num_tokens is None else -(-num_tokens // DEFAULT_PAGE_SIZE)
-    exact_plan = runner.executed_plan(plan, 0, GenerateOptions(exact=True))
+    exact_plan = runner.executed_plan(runner.plans.verified(plan), 0, GenerateOptions(exact=True))
     num_steps = loop.prepare(plan, exact_plan, {kind for each in pooled for kind in each.summaries}, num_pages)
     return WarmUp(loop.pages.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
 

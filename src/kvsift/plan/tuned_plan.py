@@ -28,6 +28,7 @@ from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import PlanSpec, is_auto, parse_plan
 
 DEFAULT_PLAN = "sketch:budget=1024"
+DRAFTS = f"{DEFAULT_PLAN}:dense_layers=none"  # of exact answers: dense layers take longer than what drafts gain by them
 GUARD = "min_recovery=0.5"  # the README's table: with 0.7 sketch answers as dense attention does
 FORMAT = "kvsift plan 1"
 FILE = "kvsift-plan.json"
@@ -199,7 +200,8 @@ class ModelPlans:
         return plan
 
     def verified(self, plan: Plan) -> Plan:
-        """Return the plan under which exact answers are drafted: that of ``auto`` needs no guard there."""
-        if plan.decode is None or not plan.is_guarded or self.__dict__.get("auto") != plan:
-            return plan
-        return replace(plan, decode=replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=None)))
+        """Return the plan under which exact answers are drafted: that of ``auto`` needs no guard there, and the default
+        plan no dense layers."""
+        if plan.decode is not None and plan.is_guarded and self.__dict__.get("auto") == plan:
+            plan = replace(plan, decode=replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=None)))
+        return parse_plan(DRAFTS) if plan == parse_plan(DEFAULT_PLAN) else plan
