@@ -29,7 +29,7 @@ from kvsift_lab.studies.recall import generation_table
 from kvsift_lab.studies.vllm_decode import vllm_table
 
 ROOT = Path(__file__).parents[3]
-ATTENTION, DECODE, PREFILL, EXACT = "attention-h200", "decode-h200", "prefill-h200", "exact-cpu"
+ATTENTION, DECODE, PREFILL, EXACT = "attention-h200", "decode-h200", "prefill-h200", "exact-native-cpu"
 CHATS = "chats-h200", "chats-shared-h200", "chats-cpu"
 MADE_BY = {"exact-h200": "exact-captured", "vllm-h200": "vllm-decode"}  # others begin with the name of their bench
 CHART = "docs/attention-h200.svg"
@@ -317,9 +317,9 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "written": shown("generation-recall-cpu", generation_table, briefly_made),
         "split": shown(("split-sketch-h200", "split-sketch-1m-h200"), split_tables),
     },
-    "results/exact-cpu/README.md": {
-        "exact": shown(EXACT, exact_table, made_exactly),
-        "exact-acceptance": shown("exact-acceptance-cpu", acceptance_table, all_equal),
+    "docs/exact.md": {"exact": shown(EXACT, exact_table, made_exactly)},
+    "results/exact-acceptance-cpu/README.md": {
+        "exact-acceptance": shown("exact-acceptance-cpu", acceptance_table, all_equal)
     },
     "results/exact-h200/README.md": {
         "exact-captured": shown("exact-h200", captured_table, made_in_steps),

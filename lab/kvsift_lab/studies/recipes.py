@@ -75,10 +75,7 @@ class ExactRecipe(r.BenchRecipe):
     tokens: int = r.option(32_000, "Tokens of the document.", minimum=1000)
     new: int = r.option(200, "Tokens that continue it.", minimum=2)
     rounds: int = r.option(5, "Rounds of dense decoding and every plan in turns.", minimum=1)
-    plans: tuple[str, ...] = r.plans(
-        "sketch:budget=512:dense_layers=none;sketch:budget=1600:dense_layers=none;quest:budget=1600:dense_layers=none;"
-        "verify:budget=1600:dense_layers=none;dense"
-    )
+    plans: tuple[str, ...] = r.plans(f"sketch:budget=1024;sketch:budget=256{ALL_LAYERS};quest:budget=1024{ALL_LAYERS}")
 
 
 @dataclass(frozen=True)

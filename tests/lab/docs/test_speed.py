@@ -78,7 +78,7 @@ def measured(folder: Path) -> None:
         "prefill-layer-cpu": prefill_layer_result(),
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
         "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM, "decode-beside-vllm-h200": BESIDE_VLLM,
-        "chats-h200": CHATS, "exact-cpu": EXACT, "exact-acceptance-cpu": ACCEPTED,
+        "chats-h200": CHATS, "exact-native-cpu": EXACT, "exact-acceptance-cpu": ACCEPTED,
         "exact-h200": CAPTURED_EXACT, "exact-acceptance-h200": ACCEPTED,
         **{name: stored.load(RESULTS / name) for name in ALSO},
     }  # fmt: skip
