@@ -54,6 +54,12 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again_ever_more_rarely() -> 
     assert len(tries) <= 4
 
 
+def test_a_draft_that_was_slow_once_pauses_none() -> None:
+    pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.003, accepted=7, offered=7)
+    pace.note_drafts(3, 3, 0.100)
+    assert choice(pace).tokens
+
+
 def test_the_end_of_an_answer_is_no_wrong_draft() -> None:
     pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.001, accepted=7, offered=7)
     decoder, share = ExactDecoder([3, 4, 5], pace), pace.drafted_share

@@ -50,12 +50,14 @@ class Rate:
 
 @dataclass
 class MeanTime:
-    """Seconds of something that is measured again and again."""
+    """Seconds of something that is measured again and again. Beyond twice the mean they do not count: the machine was
+    busy with something else."""
 
     seconds: float = 0.0
 
     def note(self, seconds: float) -> None:
-        self.seconds += (WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
+        mean = self.seconds or seconds
+        self.seconds = mean + WEIGHT * (min(seconds, 2 * mean) - mean)
 
 
 @dataclass
