@@ -82,6 +82,16 @@ def test_drafting_begins_again_when_it_pays() -> None:
     assert not pace.measured.is_paused
 
 
+def test_drafts_go_on_behind_the_pause_that_a_busy_machine_has_caused() -> None:
+    pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.100, accepted=7, offered=7)
+    for _ in range(FIRST_PAUSE + 1):
+        assert choice(pace).tokens == 0
+    assert choice(pace).tokens == FIRST_DRAFTS
+    pace.note_drafts(3, 3, 0.001)
+    assert choice(pace).tokens == 7
+    assert not pace.measured.is_paused
+
+
 def test_a_dense_step_that_was_slow_once_is_measured_again() -> None:
     pace, drafted = paced(verify={1: 0.060, 3: 0.018}, draft=0.010, accepted=1, offered=2), 0
     for _ in range(20 * DENSE_EVERY):

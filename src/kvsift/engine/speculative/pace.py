@@ -8,7 +8,7 @@ from math import inf, log2
 from typing import NamedTuple
 
 GAIN = 1.05  # over dense decoding, below which nothing is drafted
-FIRST_DRAFTS = 3  # of the cycle that measures
+FIRST_DRAFTS = 3  # of a cycle that measures
 FIRST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps without drafts until they are tried again
 WEIGHT = 0.2  # of a new time in the mean of a time
 MEMORY = 0.985  # of earlier drafts, with each one: about 60 count, which tell shares of 0.90 and 0.95 apart
@@ -107,8 +107,7 @@ class Measured:
         if drafts.rate > GAIN / self.verify[1].seconds:
             self.drafts, self.is_paused, self.pause = drafts, False, FIRST_PAUSE
             return
-        if self.is_paused:  # a cycle at the end of a pause tells whether it was right
-            self.drafts = Amount(inf, min(2, most))
+        self.draft, self.verify = MeanTime(), {1: self.verify[1]}  # measured anew behind the pause
         self.is_paused, self.left, self.pause = True, self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
     def best(self, shares: Sequence[float], most: int, draft_s: float, is_repeat: bool) -> Amount:
