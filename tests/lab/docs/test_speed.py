@@ -121,7 +121,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "`prefill=quoka:budget=1024` 0.600 s (2.00x); dense 1.200 s. `results/prefill-h200`: NVIDIA H200" in first
     assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
     assert "| 256K | 1.200 |" in text["prefill"]
-    assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
+    assert "| 32K | `prefill=quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
     assert (
         "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |  |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x | 6.00 |"
         in text["vllm"]
