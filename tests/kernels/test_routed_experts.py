@@ -9,6 +9,7 @@ from kernels.paged_cases import distance
 from torch import Tensor
 
 from kvsift.kernels.routed_experts import (
+    Clamps,
     ExpertStacks,
     choose_experts_reference,
     choose_experts_triton,
@@ -24,7 +25,7 @@ from kvsift.native.experts import Routing
 SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
 KINDS = ["plain", "output", "block"]
 if DEVICE == "cuda":
-    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512)]
+    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (128, 4, 2880, 2880)]
 
 
 def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:
@@ -38,7 +39,7 @@ def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype
 
 def drawn(
     size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str = "plain", shared: str = "none",
-    sigmoid: bool = False,
+    sigmoid: bool = False, biased: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, float], ExpertStacks]:  # fmt: skip
     (experts, top_k, hidden, inter), draw = size, torch.Generator().manual_seed(rows)
     x = torch.randn(rows, hidden, generator=draw).to(DEVICE, dtype)
@@ -46,11 +47,14 @@ def drawn(
     router = torch.randn(experts + (shared == "gated"), hidden, generator=draw) / hidden**0.5
     bias = torch.randn(experts, generator=draw).to(DEVICE) if sigmoid else None
     every = experts + (shared != "none")
-    kinds = kind, dtype, draw
+    kinds, biases = (kind, dtype, draw), list[Any]()
+    if biased:  # and clamped where a tenth of the gates are
+        widths = (experts,), (every, 2 * inter), (every, hidden)
+        biases = [torch.randn(width, generator=draw).to(DEVICE, dtype) for width in widths] + [Clamps(1.702, 1.5)]
     return x, norm, ExpertStacks(
         router.to(DEVICE, dtype), stack(every, 2 * inter, hidden, *kinds), stack(every, hidden, inter, *kinds),
         Routing(top_k, sigmoid, normalised=not sigmoid or top_k > 2, factor=2.5 if sigmoid else 1.0), bias,
-        shared != "none", shared == "gated",
+        shared != "none", shared == "gated", *biases,
     )  # fmt: skip
 
 
@@ -61,19 +65,22 @@ def in_float64(stacks: ExpertStacks, dtype: torch.dtype) -> ExpertStacks:
         .repeat_interleave(each.ins, 2)[..., : each.shape[2]]
         for each in (stacks.gate_up, stacks.down)
     )  # fmt: skip
+    biases = (None if each is None else each.double() for each in (stacks.gate_up_bias, stacks.down_bias))
     return ExpertStacks(
-        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated
+        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated, None, *biases,
+        stacks.clamps,
     )  # fmt: skip
 
 
 @needs_triton
 @crossed(
-    size=SIZES, rows=[1, 3], dtype=DTYPES, shared=["none", "plain", "gated"], sigmoid=[False, True]
+    size=SIZES, rows=[1, 3], dtype=DTYPES, shared=["none", "plain", "gated"], routed=["softmax", "sigmoid", "biased"]
 )  # fmt: skip
 def test_rows_get_the_experts_of_the_reference(
-    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, shared: str, sigmoid: bool
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, shared: str, routed: str
 ) -> None:
-    x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=sigmoid)
+    shared = "plain" if routed == "biased" else shared  # a gate has no bias
+    x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=routed == "sigmoid", biased=routed == "biased")
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
     for _ in range(2):  # the second time with what the first one has left
         found = choose_experts_triton(x, norm, stacks)
@@ -98,11 +105,13 @@ def test_the_first_of_equal_experts_is_chosen_whatever_the_logits(sigmoid: bool)
 
 
 @needs_triton
-@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS)
-def test_experts_are_gated_and_mixed(size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str) -> None:
+@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS, biased=[False, True])
+def test_experts_are_gated_and_mixed(
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str, biased: bool
+) -> None:
     if kind != "plain" and dtype == torch.float32:
         dtype = torch.float16
-    x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain")
+    x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain", biased=biased)
     assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
     wide = in_float64(stacks, dtype)
