@@ -20,7 +20,13 @@ from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_triton
 from kvsift.kernels.rotary_append import qkv_rotary_append_triton
-from kvsift.kernels.routed_experts import ExpertStacks, choose_experts_triton, gate_experts_triton, mix_experts_triton
+from kvsift.kernels.routed_experts import (
+    Clamps,
+    ExpertStacks,
+    choose_experts_triton,
+    gate_experts_triton,
+    mix_experts_triton,
+)
 from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight, expand_triton, round_rows_triton
 from kvsift.native.experts import Routing
 
@@ -98,6 +104,13 @@ def launch_all(pdl: bool) -> None:
         rows, chosen, weights = choose_experts_triton(zeros(3, 512), norm, experts, pdl=pdl)
         heads = gate_experts_triton(rows, chosen, experts, pdl=pdl)
         mix_experts_triton(heads, chosen, weights, zeros(3, 512), experts, pdl=pdl)
+    biases = zeros(2), zeros(2, 256), zeros(2, 512), Clamps(1.702, 7.0)
+    experts = ExpertStacks(
+        zeros(2, 512), zeros(2, 256, 512), zeros(2, 512, 128), Routing(2), None, False, False, *biases
+    )
+    rows, chosen, weights = choose_experts_triton(zeros(3, 512), norm, experts, pdl=pdl)
+    heads = gate_experts_triton(rows, chosen, experts, pdl=pdl)
+    mix_experts_triton(heads, chosen, weights, zeros(3, 512), experts, pdl=pdl)
     if not pdl:
         expand_triton(by_block, torch.bfloat16)
         expand_int4_triton(int4[1], torch.bfloat16)

@@ -25,7 +25,7 @@ from kvsift.native.experts import Routing
 SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
 KINDS = ["plain", "output", "block"]
 if DEVICE == "cuda":
-    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (128, 4, 2880, 2880)]
+    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (8, 4, 2880, 360)]
 
 
 def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:

@@ -84,7 +84,9 @@ def takes_stack(weight: Tensor | ScaledStack, dtype: torch.dtype) -> bool:
     if isinstance(weight, ScaledStack):
         by_rows = weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
         return by_rows and weight.values.stride(2) == 1
-    return weight.dtype == dtype and weight.is_floating_point() and 1 in weight.stride()[1:]  # laid by output on the way
+    return (
+        weight.dtype == dtype and weight.is_floating_point() and 1 in weight.stride()[1:]
+    )  # laid by output on the way
 
 
 def routed_experts(
