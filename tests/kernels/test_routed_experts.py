@@ -8,6 +8,7 @@ from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 
+from kvsift.kernels.float4_stack import Float4Stack
 from kvsift.kernels.routed_experts import (
     Clamps,
     ExpertStacks,
@@ -23,12 +24,16 @@ from kvsift.kernels.scaled_weight import FP8, ScaledStack
 from kvsift.native.experts import Routing
 
 SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
-KINDS = ["plain", "output", "block"]
+KINDS = ["plain", "output", "block", "float4"]
 if DEVICE == "cuda":
     SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (8, 4, 2880, 360)]
 
 
 def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:
+    if kind == "float4":
+        codes = torch.randint(256, (experts, num_out, num_in // 2), dtype=torch.uint8, generator=draw)
+        exponents = torch.randint(119, 124, (experts, num_out, num_in // 32), dtype=torch.uint8, generator=draw)
+        return Float4Stack.of_codes(codes.to(DEVICE), exponents.to(DEVICE))
     weight = torch.randn(experts, num_out, num_in, generator=draw) / num_in**0.5
     if kind == "plain":
         return weight.to(DEVICE, dtype)
@@ -61,6 +66,7 @@ def drawn(
 def in_float64(stacks: ExpertStacks, dtype: torch.dtype) -> ExpertStacks:
     weights = (
         each.double() if isinstance(each, Tensor)
+        else each.expanded(torch.float64) if isinstance(each, Float4Stack)
         else each.values.double() * each.scales.double().repeat_interleave(each.outs, 1)[:, : each.shape[1]]
         .repeat_interleave(each.ins, 2)[..., : each.shape[2]]
         for each in (stacks.gate_up, stacks.down)
@@ -111,6 +117,8 @@ def test_experts_are_gated_and_mixed(
 ) -> None:
     if kind != "plain" and dtype == torch.float32:
         dtype = torch.float16
+    if kind == "float4":  # in whole blocks
+        size = *size[:2], -(-size[2] // 32) * 32, -(-size[3] // 32) * 32
     x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain", biased=biased)
     assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)

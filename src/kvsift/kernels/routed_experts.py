@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.expert_linear import expert_linear_reference
+from kvsift.kernels.float4_stack import Float4Stack, sum_float4_products
 from kvsift.kernels.linear import gate_reference, gated
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.scaled_weight import ScaledStack
@@ -44,7 +45,7 @@ class ExpertStacks:
     Attributes:
         router: [experts, hidden], and one more row if a gate of the shared expert is the last.
         gate_up: [experts, 2 * inter, hidden], gates before ups, the inputs of an output in one piece; if scaled, with
-            scales of whole rows, or of 128 inputs.
+            scales of whole rows, or of 128 inputs; or 4-bit floats.
         down: [experts, hidden, inter], of the same kind. Both have one more expert if one is shared.
         routing: which experts a row gets.
         bias: float32 [experts], see ``route``, or None.
@@ -81,6 +82,8 @@ class ExpertStacks:
 
 def takes_stack(weight: Tensor | ScaledStack, dtype: torch.dtype) -> bool:
     """Whether the twins take the weights of experts [experts, out, in] for rows of this dtype."""
+    if isinstance(weight, Float4Stack):
+        return dtype in (torch.bfloat16, torch.float16)
     if isinstance(weight, ScaledStack):
         by_rows = weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
         return by_rows and weight.values.stride(2) == 1
@@ -163,8 +166,8 @@ def choose_experts_triton(
     weights = torch.empty(count, stacks.per_row, dtype=torch.float32, device=x.device)
     tile = power_of_two(hidden)
     _choose_experts_kernel[count, triton.cdiv(number, ROUTED)](
-        x, weight, stacks.router, stacks.router_bias, stacks.bias, rows, logits, stacks.finished, chosen, weights, x.stride(0),
-        stacks.router.stride(0), eps, stacks.routing.factor, hidden, number, TOP_K=stacks.routing.top_k,
+        x, weight, stacks.router, stacks.router_bias, stacks.bias, rows, logits, stacks.finished, chosen, weights,
+        x.stride(0), stacks.router.stride(0), eps, stacks.routing.factor, hidden, number, TOP_K=stacks.routing.top_k,
         SLOTS=power_of_two(stacks.per_row), SIGMOID=stacks.routing.sigmoid, NORMALISED=stacks.routing.normalised,
         SHARED=stacks.shared, GATED=stacks.gated, OFFSET=offset[0] if offset else 0.0, EXPERTS=power_of_two(number),
         OUTS=ROUTED, TILE=tile, PDL=pdl, num_warps=4 if tile <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
@@ -239,16 +242,14 @@ def _choose_experts_kernel(
 def gate_experts_triton(
     rows: Tensor, chosen: Tensor, stacks: ExpertStacks, *, pdl: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
-    tiling = tiling or choose_tiling(stacks.gate_up, True)
-    return _products(rows, chosen, stacks.gate_up, stacks.gate_up_bias, True, stacks.clamps, tiling, pdl)
+    return expert_products(rows, chosen, stacks.gate_up, stacks.gate_up_bias, True, stacks.clamps, tiling, pdl)
 
 
 def mix_experts_triton(
     heads: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor, stacks: ExpertStacks, *, pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
-    tiling = tiling or choose_tiling(stacks.down, False)
-    outputs = _products(heads.flatten(0, 1), chosen, stacks.down, stacks.down_bias, False, None, tiling, pdl)
+    outputs = expert_products(heads.flatten(0, 1), chosen, stacks.down, stacks.down_bias, tiling=tiling, pdl=pdl)
     (count, per_row, hidden), out = outputs.shape, torch.empty_like(residual, memory_format=torch.contiguous_format)
     _mix_experts_kernel[count, triton.cdiv(hidden, MIXED)](
         outputs, weights, residual, out, residual.stride(0), hidden, PER_ROW=per_row, SLOTS=power_of_two(per_row),
@@ -262,18 +263,20 @@ def choose_tiling(weight: Tensor | ScaledStack, gates: bool) -> Tiling:
     are."""
     if isinstance(weight, Tensor):
         outs, warps, depth = (8, 1, 1) if gates else (4, 2, 2)
+    elif isinstance(weight, Float4Stack):
+        outs, warps, depth = 4, 1, 4
     else:
         outs, warps, depth = (2, 1, 8) if gates else (4, 1, 2)
     return in_registers(outs, warps, max(1, min(depth, power_of_two(weight.shape[2]) // (256 * warps))))
 
 
-def _products(
-    x: Tensor, chosen: Tensor, weight: Tensor | ScaledStack, bias: Tensor | None, gates: bool, clamps: Clamps | None,
-    tiling: Tiling, pdl: bool,
+def expert_products(
+    x: Tensor, chosen: Tensor, weight: Tensor | ScaledStack, bias: Tensor | None, gates: bool = False,
+    clamps: Clamps | None = None, tiling: Tiling | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Products of rows [rows, in] and the weights of their experts [rows or their pairs of experts, out]: [rows,
     per_row, out], or gates and ups joined, half as many."""
-    (_, width, num_in), pairs = weight.shape, chosen.numel()
+    (_, width, num_in), pairs, tiling = weight.shape, chosen.numel(), tiling or choose_tiling(weight, gates)
     values, scales, scale_outs, scale_ins = weight, None, 1, 0
     if isinstance(weight, ScaledStack):
         values, scales, scale_outs = weight.values, weight.scales, weight.outs
@@ -281,10 +284,11 @@ def _products(
     assert isinstance(values, Tensor)
     out = x.new_empty(*chosen.shape, width // 2 if gates else width)
     _expert_products_kernel[pairs, triton.cdiv(width, tiling.outs)](
-        x, chosen, values, scales, bias, out, *values.stride()[:2], *((0, 0) if scales is None else scales.stride()[:2]),
-        0 if bias is None else bias.stride(0), out.shape[2], num_in, pairs // len(x), *(clamps or (0.0, 0.0)),
-        GATES=gates, CLAMPED=clamps is not None, PREFETCH=0 if gates or pairs > FEW_PAIRS else PREFETCHED,
-        OUTS=tiling.outs, INS=tiling.ins, DEPTH=tiling.depth, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
+        x, chosen, values, scales, bias, out, *values.stride()[:2],
+        *((0, 0) if scales is None else scales.stride()[:2]), 0 if bias is None else bias.stride(0), out.shape[2],
+        num_in, pairs // len(x), *(clamps or (0.0, 0.0)), GATES=gates, CLAMPED=clamps is not None,
+        PREFETCH=0 if gates or pairs > FEW_PAIRS else PREFETCHED, OUTS=tiling.outs, INS=tiling.ins,
+        DEPTH=tiling.depth, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
         EVEN=num_in % (tiling.ins * tiling.depth) == 0, PDL=pdl, num_warps=tiling.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -314,15 +318,18 @@ def _expert_products_kernel(
     if PDL and not GATES:
         # experts were chosen two launches before: prefetch while the gates are computed
         if PREFETCH > 0:
-            prefetch(weights, num_in, PREFETCH)
+            prefetch(weights, num_in // 2 if weight_ptr.dtype.element_ty == tl.uint8 else num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if scales_ptr is not None:
         scales = scales_ptr + expert * scales_of_expert + known // SCALE_OUTS * scales_of_out
     x_ptr += pair // repeats * num_in
-    products = sum_products(x_ptr, weights, scales, None, 0.0, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
-    if scales_ptr is not None and SCALE_INS == 0:
-        products *= tl.load(scales)[None, :]
+    if weight_ptr.dtype.element_ty == tl.uint8:
+        products = sum_float4_products(x_ptr, weights, scales, num_in, OUTS, INS, EVEN, DEPTH)
+    else:
+        products = sum_products(x_ptr, weights, scales, None, 0.0, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
+        if scales_ptr is not None and SCALE_INS == 0:
+            products *= tl.load(scales)[None, :]
     if bias_ptr is not None:
         products += tl.load(bias_ptr + expert * bias_of_expert + known).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty

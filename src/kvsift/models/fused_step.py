@@ -117,8 +117,8 @@ class FusedStep(Decoder):
                     attended = ring.attend(self.shape, queries, places, batch, layer.sinks, early=self.pdl)
                 else:
                     attend, pools = next(paged)
-                    written = {kind: pool for kind, pool in pools.items() if kind not in SKETCHES}
-                    queries = append(kv=attend.kv, summaries=written)
+                    rows = {kind: pool for kind, pool in pools.items() if kind not in SKETCHES}
+                    queries = append(kv=attend.kv, summaries=rows)
                     if watched is not None:
                         watched.append(queries)
                     attend.sink_logit = layer.sinks
