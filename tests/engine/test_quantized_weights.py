@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model, write_tokenizer
-from models.quantized_files import FP8_FORMATS, INT4_FORMATS, stay_everywhere, write_quantized
+from models.quantized_files import (
+    FP8_FORMATS,
+    INT4_FORMATS,
+    Change,
+    stay_everywhere,
+    write_float4,
+    write_quantized,
+)
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -146,6 +153,41 @@ def test_experts_of_a_checkpoint_are_read_as_they_lie(
         gate, up, down = (exact[f"{PREFIX}{prefix}.experts.{expert}.{part}.weight"] for part in names)
         torch.testing.assert_close(layer.gate_up_proj[expert], torch.cat([gate, up]))
         torch.testing.assert_close(layer.down_proj[expert], down)
+
+
+def write_gpt_oss(folder: Path, change: Change | None = None) -> dict[str, Tensor]:
+    layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **layers}
+    return write_float4(write_model(folder, "GptOss", eos_token_id=None, **sizes), change)
+
+
+def test_experts_of_gpt_oss_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = write_gpt_oss(tmp_path)
+    stays, expanded = stays_and_expanded(tmp_path, monkeypatch)
+    for name, weight in exact.items():
+        assert torch.equal(expanded.model.get_parameter(name), weight)
+    for prompts in (text_of(600), [text_of(600), text_of(200)]):
+        found, expected = (llm.generate(prompts, max_new_tokens=12) for llm in (stays, expanded))
+        for one, other in zip(*(each if isinstance(each, list) else [each] for each in (found, expected)), strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.path == "eager"
+    assert stays.directory.weight_bytes(CPU, torch.float32) < expanded.directory.num_weight_bytes * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda stored: stored.pop(f"{PREFIX}mlp.experts.down_proj_scales"), "has blocks [4, 64, 3, 16] of U8. MXFP4"),
+        (lambda stored: stored.pop(f"{PREFIX}mlp.experts.down_proj_blocks"), "has scales [4, 64, 3] of U8. MXFP4"),
+        (lambda stored: stored[f"{PREFIX}mlp.experts.down_proj_scales"].fill_(255), "has the exponent 128, and"),
+        (lambda stored: [stored.pop(name) for name in list(stored) if name.endswith(("_blocks", "_scales"))],
+         "says that experts are floats of 4 bits, and the files have no blocks"),
+    ],
+)  # fmt: skip
+def test_damaged_experts_in_mxfp4_are_refused(change: Any, says: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path, lambda config, stored: change(stored))
+    with refused(f"damaged_file: {says}"):
+        LLM(tmp_path, "dense", device="cpu").load()
 
 
 @pytest.mark.parametrize("name", ["fp8-transformers", "awq"])
