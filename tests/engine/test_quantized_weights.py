@@ -27,6 +27,7 @@ import kvsift
 from kvsift import LLM, InputError, native
 from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8, rounds_rows
 from kvsift.models import quantized
+from kvsift.models.hf.forward_step import kind_of_step
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.projection import Projection
@@ -164,6 +165,7 @@ def write_gpt_oss(folder: Path, change: Change | None = None) -> dict[str, Tenso
 def test_experts_of_gpt_oss_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = write_gpt_oss(tmp_path)
     stays, expanded = stays_and_expanded(tmp_path, monkeypatch)
+    assert kind_of_step(stays.model) == ("fused", [])
     for name, weight in exact.items():
         assert torch.equal(expanded.model.get_parameter(name), weight)
     for prompts in (text_of(600), [text_of(600), text_of(200)]):

@@ -82,10 +82,8 @@ class ExpertStacks:
 
 def takes_stack(weight: Tensor | ScaledStack, dtype: torch.dtype) -> bool:
     """Whether the twins take the weights of experts [experts, out, in] for rows of this dtype."""
-    if isinstance(weight, Float4Stack):
-        return dtype in (torch.bfloat16, torch.float16)
     if isinstance(weight, ScaledStack):
-        by_rows = weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
+        by_rows = isinstance(weight, Float4Stack) or weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
         return by_rows and weight.values.stride(2) == 1
     return (
         weight.dtype == dtype and weight.is_floating_point() and 1 in weight.stride()[1:]
