@@ -88,11 +88,13 @@ def test_rows_get_the_experts_of_the_reference(
     shared = "plain" if routed == "biased" else shared  # a gate has no bias
     x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=routed == "sigmoid", biased=routed == "biased")
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
+    # two logits may be rounded to neighbours; with biases they are larger, up to 4, and so are the steps between these
+    steps = (3 if routed == "biased" else 1) * (2e-2 if dtype == torch.bfloat16 else 2e-3)
     for _ in range(2):  # the second time with what the first one has left
         found = choose_experts_triton(x, norm, stacks)
         assert torch.equal(found[1], chosen)
         torch.testing.assert_close(found[0], normal)
-        torch.testing.assert_close(found[2], weights, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6)
+        torch.testing.assert_close(found[2], weights, rtol=steps, atol=1e-6)
 
 
 @needs_triton
