@@ -59,6 +59,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3Next": HYBRID_EXPERTS,
     "Qwen3_5Moe": HYBRID_EXPERTS,
 }
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # of gpt-oss
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -123,9 +124,9 @@ def stays_and_expanded(directory: Path, monkeypatch: pytest.MonkeyPatch, **optio
     return models
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, "GptOss"])
 def test_steps_multiply_experts_that_stay(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS[family])
+    directory = write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS.get(family, LAYERS))
     plain = LLM(directory, QUEST, device="cpu", dtype="float32", path="eager")
     prompts, how = [text_of(600), text_of(200)], {"max_new_tokens": 12}
     stays, expanded = ([llm.generate(prompt, **how) for prompt in prompts] + llm.generate(prompts, **how)
@@ -157,9 +158,8 @@ def test_experts_of_a_checkpoint_are_read_as_they_lie(
 
 
 def write_gpt_oss(folder: Path, change: Change | None = None) -> dict[str, Tensor]:
-    layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, **layers}
-    return write_float4(write_model(folder, "GptOss", eos_token_id=None, **sizes), change)
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    return write_float4(write_model(folder, "GptOss", eos_token_id=None, **sizes, **LAYERS), change)
 
 
 def test_experts_of_gpt_oss_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
