@@ -99,6 +99,12 @@ def test_their_own_forward_is_a_step(family: str) -> None:
     assert kind_of_step(tiny(family))[0] == "own"
 
 
+def test_norms_of_another_dtype_are_named() -> None:
+    model = tiny("GptOss").half()  # as transformers loads it in float16
+    model.model.norm.float()
+    assert kind_of_step(model) == ("own", ["its norms are torch.float32, and its other weights torch.float16"])
+
+
 @pytest.mark.parametrize(("family", "repeats"), [("Llama", 1), ("GptOss", 2)])
 def test_angles_are_the_model_s_own(family: str, repeats: int) -> None:
     model = tiny(family, rope_parameters={**ROPE, "rope_type": "yarn"})

@@ -52,6 +52,8 @@ class FusedStep(Decoder):
          or (model.config.model_type in {"mistral", *ROUTED_TYPES} - {*WINDOW_TYPES}
              and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: (dtype := model.model.norm.weight.dtype) != model.dtype and dtype,
+         "its norms are {found}, and its other weights {it.dtype}"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
         (lambda model: (most := max(getattr(model.config, f"linear_{kind}_head_dim", 0) for kind in ("key", "value")))
