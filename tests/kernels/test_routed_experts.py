@@ -8,7 +8,12 @@ from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 
-from kvsift.kernels.float4_stack import Float4Stack
+from kvsift.kernels.float4_stack import (
+    MOST_EXPONENT,
+    Float4Stack,
+    expand_float4_reference,
+    expand_float4_triton,
+)
 from kvsift.kernels.routed_experts import (
     Clamps,
     ExpertStacks,
@@ -132,6 +137,14 @@ def test_experts_are_gated_and_mixed(
     exact = mix_experts_reference(heads.double(), chosen, weights.double(), x.double(), wide)
     plain = distance(mix_experts_reference(heads, chosen, weights, x, stacks), exact)
     assert distance(mix_experts_triton(heads, chosen, weights, x, stacks), exact) <= max(2 * plain, 1e-6)
+
+
+@needs_triton
+def test_4_bit_floats_of_all_exponents_are_expanded_exactly() -> None:
+    exponents = torch.arange(1, MOST_EXPONENT + 1, dtype=torch.uint8).view(2, -1, 2)
+    codes = torch.arange(32 * exponents.numel() // 2).to(torch.uint8).view(*exponents.shape[:2], -1)  # all bytes
+    weights = Float4Stack.of_codes(codes.to(DEVICE), exponents.to(DEVICE))
+    assert torch.equal(expand_float4_triton(weights, torch.float32), expand_float4_reference(weights, torch.float32))
 
 
 @needs_triton

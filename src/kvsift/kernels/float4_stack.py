@@ -48,25 +48,25 @@ class Float4Stack(ScaledStack):
 
     def expanded(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [experts, out, in], rounded to a dtype once."""
-        return (expand_triton if runs_on_triton(self.values) else expand_reference)(self, dtype)
+        return (expand_float4_triton if runs_on_triton(self.values) else expand_float4_reference)(self, dtype)
 
 
-def expand_reference(stack: Float4Stack, dtype: torch.dtype) -> Tensor:
+def expand_float4_reference(stack: Float4Stack, dtype: torch.dtype) -> Tensor:
     table = torch.tensor(VALUES + tuple(-value for value in VALUES), device=stack.values.device)
     codes = torch.stack((stack.values & 15, stack.values >> 4), -1).flatten(-2)  # [experts, out, in]
     exponents = stack.scales.to(torch.int32).repeat_interleave(BLOCK, -1) - 127
     return torch.ldexp(table[codes.int()], exponents).to(dtype)
 
 
-def expand_triton(stack: Float4Stack, dtype: torch.dtype) -> Tensor:
+def expand_float4_triton(stack: Float4Stack, dtype: torch.dtype) -> Tensor:
     out = torch.empty(stack.shape, dtype=dtype, device=stack.values.device)
     number = stack.values.numel()
-    _expand_kernel[(triton.cdiv(number, 2048),)](stack.values, stack.scales, out, number, TILE=2048, num_warps=4)
+    _expand_float4_kernel[(triton.cdiv(number, 2048),)](stack.values, stack.scales, out, number, TILE=2048, num_warps=4)
     return out
 
 
 @jit
-def _expand_kernel(codes_ptr, scales_ptr, out_ptr, number, TILE: tl.constexpr):
+def _expand_float4_kernel(codes_ptr, scales_ptr, out_ptr, number, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * TILE
     byte, i = start + tl.arange(0, TILE), 2 * start + tl.arange(0, 2 * TILE)
     codes = tl.load(codes_ptr + byte, mask=byte < number, other=0)
