@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvsift.engine.graphs.fast_path import FastPath
-from kvsift.engine.memory import require_host_memory, require_memory
-from kvsift.engine.options import GenerateOptions, ProgressCallback
+from kvsift.engine.memory import require_memory
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.pace import Paces
@@ -266,18 +266,13 @@ class ModelRunner(Uncopied):
         limits = self._rope_limits
         return None if limits is None else limits.least(limits.stepped(length))
 
-    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+    def new_cache(self, plan: Plan, reserve: int, length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens.
 
         ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
-
-        Raises:
-            InputError: if sequences are to be kept in host memory, which has no room for them.
         """
-        if rows and self.place.in_host_memory and self.device.type == "cuda":
-            require_host_memory(self.directory, self.dtype, sum(rows), self.place)
         cache = make_drafting_cache(
-            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, placement=self.place
         )
         cache.run.kv = KVPool(steady=True) if self.deterministic else None
         cache.rotation = self.rotation(reserve if length is None else length)
@@ -285,9 +280,8 @@ class ModelRunner(Uncopied):
 
     @inference()
     def feed(
-        self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
-        phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
-        score: Callable[[torch.Tensor], None] | None = None,
+        self, cache: SparseCache, ids: Sequence[int], phase: Phase = "prefill",
+        pause: Callable[[], bool] | None = None, score: Callable[[torch.Tensor], None] | None = None,
     ) -> Any:  # fmt: skip
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
@@ -310,8 +304,6 @@ class ModelRunner(Uncopied):
                     if fused is not None
                     else self._forward(chunk, cache, score)
                 )
-                if progress is not None:
-                    progress(min(start + size, len(ids)), len(ids))
         return logits
 
     def _forward(
