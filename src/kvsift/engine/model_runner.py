@@ -58,7 +58,7 @@ class ModelRunner(Uncopied):
 
     Attributes:
         tokenizer: tokenizer of the model.
-        fast_path: captured decode steps and fused prefill.
+        fast_path: captured decode steps and forward pass.
         paces: how far exact answers draft.
     """
 
@@ -287,12 +287,12 @@ class ModelRunner(Uncopied):
 
         With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
         layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
-        ``pause`` is called between layers of a fused pass (``FusedModel``), ``score`` with logits [tokens, vocabulary]
+        ``pause`` is called between layers of a ``ForwardPass``, ``score`` with logits [tokens, vocabulary]
         of all tokens in their order, some at a time.
         """
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
-        fused = None if foreseeing else self.fast_path.fused(self.model)
+        own = None if foreseeing else self.fast_path.forward_pass(self.model)
         size = 1 if phase == "decode" and cache.run.plan.is_guarded else self.chunk_size  # it decides token by token
         with feeding(cache, phase):
             for start in range(0, len(ids), size):
@@ -300,8 +300,8 @@ class ModelRunner(Uncopied):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
                 logits = (
-                    fused.prefill(chunk[0], cache, phase, pause, score)
-                    if fused is not None
+                    own.prefill(chunk[0], cache, phase, pause, score)
+                    if own is not None
                     else self._forward(chunk, cache, score)
                 )
         return logits
