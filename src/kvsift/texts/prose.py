@@ -83,12 +83,7 @@ def haystack(rng: random.Random) -> Iterator[str]:
     return noise(rng) if rng.random() < 0.25 else prose(rng)
 
 
-def document(
-    facts: Sequence[str],
-    depths: Sequence[float],
-    num_tokens: int,
-    count_tokens: Callable[[str], int],
-) -> str:
+def document(facts: Sequence[str], depths: Sequence[float], num_tokens: int, count_tokens: Callable[[str], int]) -> str:
     """Return an English document of at least ``num_tokens`` tokens with each fact at its depth.
 
     Args:
