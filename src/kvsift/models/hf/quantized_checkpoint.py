@@ -121,7 +121,8 @@ class QuantizedCheckpoint:
         of_experts = {layer for own in experts.values() for layers in own for layer in layers}
         for name, own in experts.items():
             sizes = len(own), sum(self.shapes[layer][0] for layer in own[0]), self.shapes[own[0][0]][1]
-            stack = self._stack(own, device) if stays else None
+            scaled = ([self._scaled(layer, device) for layer in layers] for layers in own)
+            stack = ScaledStack.joined([*scaled]) if stays else None
             found[name] = LateWeight(sizes, dtype, partial(self._expanded_experts, own, dtype), stack)
         for layer, shape in self.shapes.items():
             if layer in of_experts:
@@ -155,9 +156,6 @@ class QuantizedCheckpoint:
                 raise DamagedFile(f"the experts of {name} in {self.files[0].parent} are not all there, or not alike.")
             found[name] = layers
         return found
-
-    def _stack(self, experts: Sequence[Sequence[str]], device: torch.device) -> ScaledStack:
-        return ScaledStack.joined([[self._scaled(layer, device) for layer in own] for own in experts])
 
     def _scaled(self, layer: str, device: torch.device) -> ScaledWeight:
         weight = self._read(layer, device)
