@@ -243,7 +243,7 @@ def runner(
     )  # fmt: skip
     made._model, made._settings = model, SimpleNamespace(applied=applied)  # type: ignore[assignment]
     fused = reason(model, made.fast_path.not_fused, NO_STEP) is None
-    made.fast_path.fused = lambda model: SimpleNamespace(joins=joins) if fused else None  # type: ignore[assignment]
+    made.fast_path.forward_pass = lambda model: SimpleNamespace(joins=joins) if fused else None  # type: ignore[assignment]
     return made
 
 

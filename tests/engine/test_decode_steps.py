@@ -188,16 +188,14 @@ def test_bytes_are_counted_as_on_the_composed_path(plan: str, text: str, eager: 
         assert fast.decode(key) == slow.decode(key)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, [Sampling(), SAMPLED, Sampling(1.5, 1.0, 8), Sampling(0.5, 0.7, 2)]])
-def test_samples_equal_those_of_the_composed_path(sampling: Any, eager: LLM, composed: LLM) -> None:
-    sampled = tokens(answers(eager, sampling=sampling))
-    assert sampled == tokens(answers(composed, sampling=sampling))
-    assert sampled != tokens(answers(eager))
-
-
-def test_samples_go_on_where_random_numbers_are_drawn_in_blocks(eager: LLM, composed: LLM) -> None:
-    options = {"sampling": Sampling(1.2, 0.95, 5), "max_new_tokens": 300}
-    assert tokens(answers(eager, TEXTS[1:2], **options)) == tokens(answers(composed, TEXTS[1:2], **options))
+@pytest.mark.parametrize(
+    ("sampling", "count"),  # random numbers are drawn in blocks
+    [([Sampling(), SAMPLED, Sampling(1.5, 1.0, 8), Sampling(0.5, 0.7, 2)], 24), (Sampling(1.2, 0.95, 5), 300)],
+)
+def test_samples_equal_those_of_the_composed_path(sampling: Any, count: int, eager: LLM, composed: LLM) -> None:
+    sampled = tokens(answers(eager, sampling=sampling, max_new_tokens=count))
+    assert sampled == tokens(answers(composed, sampling=sampling, max_new_tokens=count))
+    assert sampled != tokens(answers(eager, max_new_tokens=count))
 
 
 def test_sequences_end_where_they_say_so_themselves(llama: Path, composed: LLM, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import stories
 import torch
 from engine.test_hybrid_steps import write_family
-from engine.tiny_directory import POSITIONS, text_of, write_model
+from engine.tiny_directory import text_of, write_model
 from refusals import refused
 from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
 
@@ -80,12 +80,6 @@ def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> Non
         llm.generate(text_of(4000), max_new_tokens=100)
 
 
-@pytest.mark.usefixtures("no_weights")
-def test_the_last_position_may_be_used(llama: Path) -> None:
-    with pytest.raises(AssertionError, match="the weights were loaded"):
-        LLM(llama).generate(text_of(POSITIONS - 101), max_new_tokens=100)
-
-
 @pytest.mark.parametrize(
     ("positions", "rope", "expected"),
     [
@@ -97,7 +91,7 @@ def test_the_last_position_may_be_used(llama: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("no_weights")
-def test_yarn_and_dynamic_ntk_extend_the_positions(
+def test_the_last_position_may_be_used_and_yarn_and_dynamic_ntk_extend_them(
     positions: int, rope: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
     parameters = {**rope, "rope_theta": 10000.0}

@@ -106,7 +106,7 @@ def test_a_dense_step_that_was_slow_once_is_measured_again() -> None:
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_the_time_of_a_dense_step_is_of_steps_that_are_dense_and_teach_nothing(learns: bool) -> None:
-    decoder = ExactDecoder([1, 2], begun(), repeats=False, learns=learns)
+    decoder = ExactDecoder([1, 2], begun(), learns=learns)
     verify = decoder.pace.measured.verify
     decoder.learn(decoder.propose(3, 0, False), 0, 0.0, 0.010, False, 1)
     assert verify[1].seconds == 0.010, "it rests until this is known"

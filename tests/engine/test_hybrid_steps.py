@@ -178,7 +178,7 @@ def test_numbers_that_change_from_step_to_step_are_not_kept(monkeypatch: pytest.
     assert [key[1] for key in made._made] == ["0.5", "40", "98", "99"], "the last two passes', and what a graph reads"
 
 
-@pytest.fixture(scope="module", params=["Gemma3", "Qwen3_5"])
+@pytest.fixture(scope="module", params=["Gemma3", "Qwen3_5", "GptOss"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model, write_tokenizer
-from models.quantized_files import FP8_FORMATS, INT4_FORMATS, stay_everywhere, write_quantized
+from models.quantized_files import (
+    FP8_FORMATS,
+    INT4_FORMATS,
+    Change,
+    stay_everywhere,
+    write_float4,
+    write_quantized,
+)
 from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +27,7 @@ import kvsift
 from kvsift import LLM, InputError, native
 from kvsift.kernels.scaled_weight import ScaledWeight, keeps_fp8, rounds_rows
 from kvsift.models import quantized
+from kvsift.models.hf.forward_step import kind_of_step
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.packed_linear import PackedLinear
 from kvsift.models.projection import Projection
@@ -51,6 +59,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3Next": HYBRID_EXPERTS,
     "Qwen3_5Moe": HYBRID_EXPERTS,
 }
+LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # of gpt-oss
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
@@ -115,9 +124,9 @@ def stays_and_expanded(directory: Path, monkeypatch: pytest.MonkeyPatch, **optio
     return models
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, "GptOss"])
 def test_steps_multiply_experts_that_stay(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS[family])
+    directory = write_model(tmp_path, family, eos_token_id=None, **EXPERT_SIZES, **EXPERTS.get(family, LAYERS))
     plain = LLM(directory, QUEST, device="cpu", dtype="float32", path="eager")
     prompts, how = [text_of(600), text_of(200)], {"max_new_tokens": 12}
     stays, expanded = ([llm.generate(prompt, **how) for prompt in prompts] + llm.generate(prompts, **how)
@@ -146,6 +155,41 @@ def test_experts_of_a_checkpoint_are_read_as_they_lie(
         gate, up, down = (exact[f"{PREFIX}{prefix}.experts.{expert}.{part}.weight"] for part in names)
         torch.testing.assert_close(layer.gate_up_proj[expert], torch.cat([gate, up]))
         torch.testing.assert_close(layer.down_proj[expert], down)
+
+
+def write_gpt_oss(folder: Path, change: Change | None = None) -> dict[str, Tensor]:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    return write_float4(write_model(folder, "GptOss", eos_token_id=None, **sizes, **LAYERS), change)
+
+
+def test_experts_of_gpt_oss_are_read_as_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = write_gpt_oss(tmp_path)
+    stays, expanded = stays_and_expanded(tmp_path, monkeypatch)
+    assert kind_of_step(stays.model) == ("fused", [])
+    for name, weight in exact.items():
+        assert torch.equal(expanded.model.get_parameter(name), weight)
+    for prompts in (text_of(600), [text_of(600), text_of(200)]):
+        found, expected = (llm.generate(prompts, max_new_tokens=12) for llm in (stays, expanded))
+        for one, other in zip(*(each if isinstance(each, list) else [each] for each in (found, expected)), strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.path == "eager"
+    assert stays.directory.weight_bytes(CPU, torch.float32) < expanded.directory.num_weight_bytes * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda stored: stored.pop(f"{PREFIX}mlp.experts.down_proj_scales"), "has blocks [4, 64, 3, 16] of U8. MXFP4"),
+        (lambda stored: stored.pop(f"{PREFIX}mlp.experts.down_proj_blocks"), "has scales [4, 64, 3] of U8. MXFP4"),
+        (lambda stored: stored[f"{PREFIX}mlp.experts.down_proj_scales"].fill_(255), "has the exponent 128, and"),
+        (lambda stored: [stored.pop(name) for name in list(stored) if name.endswith(("_blocks", "_scales"))],
+         "says that experts are floats of 4 bits, and the files have no blocks"),
+    ],
+)  # fmt: skip
+def test_damaged_experts_in_mxfp4_are_refused(change: Any, says: str, tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path, lambda config, stored: change(stored))
+    with refused(f"damaged_file: {says}"):
+        LLM(tmp_path, "dense", device="cpu").load()
 
 
 @pytest.mark.parametrize("name", ["fp8-transformers", "awq"])

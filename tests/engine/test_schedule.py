@@ -134,14 +134,6 @@ def test_a_short_request_beside_long_prompts_waits_for_the_chunk_that_runs_and_o
         assert key in chunks(schedule, lengths, 1 + len(competing) - (running == 0 and client == "bob"))
 
 
-def test_a_request_of_two_chunks_does_not_wait_for_the_end_of_a_longer_prompt_of_another_client():
-    schedule = Schedule(max_seqs=9, grid=GRID, decode_share=0.0)
-    lengths = added(schedule, {0: ("ann", LONG)})
-    chunks(schedule, lengths, 1)
-    lengths |= added(schedule, {1: ("bob", 2 * GRID)})
-    assert chunks(schedule, lengths, 4) == [1, 0, 1, 0]
-
-
 @pytest.mark.parametrize("overtakes", [1, 2, 4])
 def test_short_requests_pass_a_long_one_of_their_client_so_many_times_between_two_chunks(overtakes: int):
     schedule = Schedule(max_seqs=9, grid=GRID, overtakes=overtakes, decode_share=0.0)

@@ -272,7 +272,7 @@ def test_sequences_wherever_their_keys_are(placement: str, llama: Path) -> None:
 
 
 def _failing(victim: EngineSequence, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
-    attend = SparseLayer.attend_fused
+    attend = SparseLayer.attend_new
 
     def fail(self: SparseLayer, *args: Any) -> Tensor:
         output = attend(self, *args)  # what was stored has to be taken back
@@ -304,7 +304,7 @@ def test_who_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch:
     seqs = [new_sequence(llm, text, plan) for text in texts]
     length = len(seqs[1].request.ids) + tokens  # in the prompt, or in the answer
     broken = ValueError("a broken method")
-    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(seqs[1], 1, length, broken))
+    monkeypatch.setattr(SparseLayer, "attend_new", _failing(seqs[1], 1, length, broken))
     monkeypatch.setattr(NativeSequence, "begin", _failing_native(seqs[1], length, broken))
     run(llm, *seqs)
     assert (seqs[1].finish_reason, str(seqs[1].error)) == ("error", "a broken method")
@@ -317,7 +317,7 @@ def test_who_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch:
 def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = new_llm(llama)
     llm.generate("a", max_new_tokens=1)  # attaches to the model
-    monkeypatch.setattr(SparseLayer, "attend_fused", lambda *args: 1 / 0)
+    monkeypatch.setattr(SparseLayer, "attend_new", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([text_of(100), text_of(120)], max_new_tokens=3)
     monkeypatch.undo()

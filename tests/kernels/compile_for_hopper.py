@@ -14,13 +14,20 @@ from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.append import append_triton
 from kvsift.kernels.delta_step import DeltaNet, delta_step_triton
+from kvsift.kernels.float4_stack import Float4Stack, expand_float4_triton
 from kvsift.kernels.int4_weight import Int4Weight, expand_int4_triton
 from kvsift.kernels.linear import gate_heads_triton, linear_triton
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_triton
 from kvsift.kernels.rotary_append import qkv_rotary_append_triton
-from kvsift.kernels.routed_experts import ExpertStacks, choose_experts_triton, gate_experts_triton, mix_experts_triton
+from kvsift.kernels.routed_experts import (
+    Clamps,
+    ExpertStacks,
+    choose_experts_triton,
+    gate_experts_triton,
+    mix_experts_triton,
+)
 from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight, expand_triton, round_rows_triton
 from kvsift.native.experts import Routing
 
@@ -92,14 +99,26 @@ def launch_all(pdl: bool) -> None:
                           ins(of[1])) for of in ((256, 512), (512, 128)))
         for outs, ins in ((1, lambda width: width), (128, lambda width: 128))
     ]  # fmt: skip
-    for number, (gate_up, down) in enumerate(stacks):
+    float4 = [
+        Float4Stack.of_codes(*(torch.zeros(5, out, num_in // each, dtype=torch.uint8) for each in (2, 32)))
+        for out, num_in in ((256, 512), (512, 128))
+    ]
+    for number, (gate_up, down) in enumerate([*stacks, float4]):
         router, bias = zeros(5, 512), None if number else torch.zeros(4)
         experts = ExpertStacks(router, gate_up, down, Routing(2, number == 0), bias, shared=True, gated=True)
         rows, chosen, weights = choose_experts_triton(zeros(3, 512), norm, experts, pdl=pdl)
         heads = gate_experts_triton(rows, chosen, experts, pdl=pdl)
         mix_experts_triton(heads, chosen, weights, zeros(3, 512), experts, pdl=pdl)
+    biases = zeros(2), zeros(2, 256), zeros(2, 512), Clamps(1.702, 7.0)
+    experts = ExpertStacks(
+        zeros(2, 512), zeros(2, 256, 512), zeros(2, 512, 128), Routing(2), None, False, False, *biases
+    )
+    rows, chosen, weights = choose_experts_triton(zeros(3, 512), norm, experts, pdl=pdl)
+    heads = gate_experts_triton(rows, chosen, experts, pdl=pdl)
+    mix_experts_triton(heads, chosen, weights, zeros(3, 512), experts, pdl=pdl)
     if not pdl:
         expand_triton(by_block, torch.bfloat16)
+        expand_float4_triton(float4[0], torch.bfloat16)
         expand_int4_triton(int4[1], torch.bfloat16)
         round_rows_triton(zeros(3, 14336))
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)

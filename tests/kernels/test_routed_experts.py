@@ -8,7 +8,14 @@ from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 
+from kvsift.kernels.float4_stack import (
+    MOST_EXPONENT,
+    Float4Stack,
+    expand_float4_reference,
+    expand_float4_triton,
+)
 from kvsift.kernels.routed_experts import (
+    Clamps,
     ExpertStacks,
     choose_experts_reference,
     choose_experts_triton,
@@ -22,12 +29,16 @@ from kvsift.kernels.scaled_weight import FP8, ScaledStack
 from kvsift.native.experts import Routing
 
 SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
-KINDS = ["plain", "output", "block"]
+KINDS = ["plain", "output", "block", "float4"]
 if DEVICE == "cuda":
-    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512)]
+    SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (8, 4, 2880, 360)]
 
 
 def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:
+    if kind == "float4":
+        codes = torch.randint(256, (experts, num_out, num_in // 2), dtype=torch.uint8, generator=draw)
+        exponents = torch.randint(119, 124, (experts, num_out, num_in // 32), dtype=torch.uint8, generator=draw)
+        return Float4Stack.of_codes(codes.to(DEVICE), exponents.to(DEVICE))
     weight = torch.randn(experts, num_out, num_in, generator=draw) / num_in**0.5
     if kind == "plain":
         return weight.to(DEVICE, dtype)
@@ -38,7 +49,7 @@ def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype
 
 def drawn(
     size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str = "plain", shared: str = "none",
-    sigmoid: bool = False,
+    sigmoid: bool = False, biased: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, float], ExpertStacks]:  # fmt: skip
     (experts, top_k, hidden, inter), draw = size, torch.Generator().manual_seed(rows)
     x = torch.randn(rows, hidden, generator=draw).to(DEVICE, dtype)
@@ -46,40 +57,49 @@ def drawn(
     router = torch.randn(experts + (shared == "gated"), hidden, generator=draw) / hidden**0.5
     bias = torch.randn(experts, generator=draw).to(DEVICE) if sigmoid else None
     every = experts + (shared != "none")
-    kinds = kind, dtype, draw
+    kinds, biases = (kind, dtype, draw), list[Any]()
+    if biased:  # and clamped where a tenth of the gates are
+        widths = (experts,), (every, 2 * inter), (every, hidden)
+        biases = [torch.randn(width, generator=draw).to(DEVICE, dtype) for width in widths] + [Clamps(1.702, 1.5)]
     return x, norm, ExpertStacks(
         router.to(DEVICE, dtype), stack(every, 2 * inter, hidden, *kinds), stack(every, hidden, inter, *kinds),
         Routing(top_k, sigmoid, normalised=not sigmoid or top_k > 2, factor=2.5 if sigmoid else 1.0), bias,
-        shared != "none", shared == "gated",
+        shared != "none", shared == "gated", *biases,
     )  # fmt: skip
 
 
 def in_float64(stacks: ExpertStacks, dtype: torch.dtype) -> ExpertStacks:
     weights = (
         each.double() if isinstance(each, Tensor)
+        else each.expanded(torch.float64) if isinstance(each, Float4Stack)
         else each.values.double() * each.scales.double().repeat_interleave(each.outs, 1)[:, : each.shape[1]]
         .repeat_interleave(each.ins, 2)[..., : each.shape[2]]
         for each in (stacks.gate_up, stacks.down)
     )  # fmt: skip
+    biases = (None if each is None else each.double() for each in (stacks.gate_up_bias, stacks.down_bias))
     return ExpertStacks(
-        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated
+        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated, None, *biases,
+        stacks.clamps,
     )  # fmt: skip
 
 
 @needs_triton
 @crossed(
-    size=SIZES, rows=[1, 3], dtype=DTYPES, shared=["none", "plain", "gated"], sigmoid=[False, True]
+    size=SIZES, rows=[1, 3], dtype=DTYPES, shared=["none", "plain", "gated"], routed=["softmax", "sigmoid", "biased"]
 )  # fmt: skip
 def test_rows_get_the_experts_of_the_reference(
-    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, shared: str, sigmoid: bool
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, shared: str, routed: str
 ) -> None:
-    x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=sigmoid)
+    shared = "plain" if routed == "biased" else shared  # a gate has no bias
+    x, norm, stacks = drawn(size, rows, dtype, shared=shared, sigmoid=routed == "sigmoid", biased=routed == "biased")
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
+    # two logits may be rounded to neighbours; with biases they are larger, up to 4, and so are the steps between these
+    steps = (3 if routed == "biased" else 1) * (2e-2 if dtype == torch.bfloat16 else 2e-3)
     for _ in range(2):  # the second time with what the first one has left
         found = choose_experts_triton(x, norm, stacks)
         assert torch.equal(found[1], chosen)
         torch.testing.assert_close(found[0], normal)
-        torch.testing.assert_close(found[2], weights, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-6)
+        torch.testing.assert_close(found[2], weights, rtol=steps, atol=1e-6)
 
 
 @needs_triton
@@ -98,11 +118,15 @@ def test_the_first_of_equal_experts_is_chosen_whatever_the_logits(sigmoid: bool)
 
 
 @needs_triton
-@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS)
-def test_experts_are_gated_and_mixed(size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str) -> None:
+@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS, biased=[False, True])
+def test_experts_are_gated_and_mixed(
+    size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str, biased: bool
+) -> None:
     if kind != "plain" and dtype == torch.float32:
         dtype = torch.float16
-    x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain")
+    if kind == "float4":  # in whole blocks
+        size = *size[:2], -(-size[2] // 32) * 32, -(-size[3] // 32) * 32
+    x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain", biased=biased)
     assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
     wide = in_float64(stacks, dtype)
@@ -113,6 +137,14 @@ def test_experts_are_gated_and_mixed(size: tuple[int, int, int, int], rows: int,
     exact = mix_experts_reference(heads.double(), chosen, weights.double(), x.double(), wide)
     plain = distance(mix_experts_reference(heads, chosen, weights, x, stacks), exact)
     assert distance(mix_experts_triton(heads, chosen, weights, x, stacks), exact) <= max(2 * plain, 1e-6)
+
+
+@needs_triton
+def test_4_bit_floats_of_all_exponents_are_expanded_exactly() -> None:
+    exponents = torch.arange(1, MOST_EXPONENT + 1, dtype=torch.uint8).view(2, -1, 2)
+    codes = torch.arange(32 * exponents.numel() // 2).to(torch.uint8).view(*exponents.shape[:2], -1)  # all bytes
+    weights = Float4Stack.of_codes(codes.to(DEVICE), exponents.to(DEVICE))
+    assert torch.equal(expand_float4_triton(weights, torch.float32), expand_float4_reference(weights, torch.float32))
 
 
 @needs_triton

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from kernels.conftest import DEVICE
 from kernels.paged_cases import distance
 from kernels.test_linear import BLOCK, check, draw, exactly, weight_of
+from turns import in_turns
 
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.int4_weight import Int4Weight
@@ -56,20 +59,20 @@ def most_rows(kind: str) -> int:
     return 4 if kind.startswith("int4") else 8
 
 
-@pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fused", [(), ("norm",), ("norm", "bias", "residual")], ids=str)
-@pytest.mark.parametrize(("rows", "num_out", "num_in"), SHAPES)
+CASES = [(kind, shape) for kind in KINDS for shape in SHAPES if shape[0] <= most_rows(kind)]
+FUSED = (), ("norm",), ("norm", "bias", "residual")
+
+
+@pytest.mark.parametrize(("case", "how"), in_turns(CASES, [*product(SHORT, FUSED)]), ids=str)
 def test_it_is_as_near_to_the_exact_product_as_the_reference(
-    rows: int, num_out: int, num_in: int, fused: tuple[str, ...], kind: str, dtype: torch.dtype
+    case: tuple[str, tuple[int, int, int]], how: tuple[torch.dtype, tuple[str, ...]]
 ) -> None:
-    if rows > most_rows(kind):
-        pytest.skip("4 rows of 4-bit codes at most")
+    (kind, (rows, num_out, num_in)), (dtype, fused) = case, how
     weight, exact = weight_in(kind, num_out, num_in)
-    x, how = draw(rows, num_out, num_in, dtype)
-    how = {name: how[name] for name in fused}
+    x, more = draw(rows, num_out, num_in, dtype)
+    more = {name: more[name] for name in fused}
     assert streams(x, weight)
-    check(streamed_linear(x, weight, **how), x, weight, exact, how)
+    check(streamed_linear(x, weight, **more), x, weight, exact, more)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -259,14 +259,6 @@ def test_dense_layers_show_everything(plan: str) -> None:
     SideBySide(plan).check(dense=True)
 
 
-def test_a_layer_may_have_a_table_of_its_own() -> None:
-    both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5")
-    shape, batch, kv, method = both.layer.shape, both.batch, both.layer.kv, both.layer.method
-    both.layer = DecodeLayer(shape, batch, kv.keys, kv.values, both.layer.summary, method, table=kv.table.clone())
-    batch.table.fill_(10**6)
-    both.check()
-
-
 def test_buffers_stay_where_they_are() -> None:
     """Captured steps read and write the memory they were captured with."""
     both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsift.kernels.extremes import extremes
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.methods.critiprefill import CritiPrefill, block_rows, block_shares, fused
+from kvsift.methods.critiprefill import CritiPrefill, averaged, block_rows, block_shares
 from kvsift.methods.quest import Quest
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -104,8 +104,8 @@ def test_layer_0_alone_is_dense_and_the_weight_follows_the_estimator() -> None:
     assert [CritiPrefill(estimator=each).weight for each in ESTIMATORS] == [0.75, 0.25, 0.75]
     assert CritiPrefill(estimator="paper", weight_current=0.5).weight == 0.5
     below = torch.tensor([[0.2, 0.8]])
-    torch.testing.assert_close(fused(torch.tensor([[1.0, 0.0]]), below, 0.75), torch.tensor([[0.8, 0.2]]))
-    assert torch.equal(fused(below, None, 0.75), below)
+    torch.testing.assert_close(averaged(torch.tensor([[1.0, 0.0]]), below, 0.75), torch.tensor([[0.8, 0.2]]))
+    assert torch.equal(averaged(below, None, 0.75), below)
 
 
 def stack(

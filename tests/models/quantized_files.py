@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from kvsift.kernels.scaled_weight import FP8
 from kvsift.models import quantized
@@ -86,6 +87,28 @@ def write_quantized(directory: Path, name: str, change: Change | None = None, **
             parts, exact[key] = (_floats if name in FP8_FORMATS else _whole_numbers)(weight.float(), name, how)
             del stored[key]
             stored |= {f"{layer}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    if change is not None:
+        change(config, stored)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return exact
+
+
+def write_float4(directory: Path, change: Change | None = None) -> Tensors:
+    """Replace the experts of a directory of gpt-oss, in place, by random ones in MXFP4.
+
+    Returns:
+        These experts as transformers reads them, in float32.
+    """
+    config, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    exact, draw = dict[str, Tensor](), torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, num_in, num_out = stored.pop(name).shape
+        blocks = torch.randint(256, (experts, num_out, num_in // 32, 16), dtype=torch.uint8, generator=draw)
+        scales = torch.randint(119, 124, (experts, num_out, num_in // 32), dtype=torch.uint8, generator=draw)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     if change is not None:
         change(config, stored)
     (directory / "config.json").write_text(json.dumps(config))

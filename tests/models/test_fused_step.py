@@ -65,7 +65,7 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe")]
+    [(family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe", "GptOss")]
     + [("Qwen3_5", DELTA)],
 )
 def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> None:
@@ -77,6 +77,7 @@ def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> No
     ("family", "changes", "says"),
     [
         ("Phi3", {}, "none of the architectures"),
+        ("GptOss", {"layer_types": ["sliding_attention"] * 2}, "without full attention"),
         ("Glm4Moe", {"n_group": 2, "topk_group": 1}, "chosen in groups"),
         ("Mixtral", {"sliding_window": 64}, "without full attention"),
         ("Mistral", {"sliding_window": 64}, "without full attention"),
@@ -93,17 +94,24 @@ def test_others_are_not_and_say_why(family: str, changes: dict[str, Any], says: 
     assert says in against[0]
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", ["Phi3", "Gemma2"])
 def test_their_own_forward_is_a_step(family: str) -> None:
     assert kind_of_step(tiny(family))[0] == "own"
 
 
-def test_angles_are_the_model_s_own() -> None:
-    model = tiny("Llama", rope_parameters={**ROPE, "rope_type": "yarn"})
+def test_norms_of_another_dtype_are_named() -> None:
+    model = tiny("GptOss").half()  # as transformers loads it in float16
+    model.model.norm.float()
+    assert kind_of_step(model) == ("own", ["its norms are torch.float32, and its other weights torch.float16"])
+
+
+@pytest.mark.parametrize(("family", "repeats"), [("Llama", 1), ("GptOss", 2)])
+def test_angles_are_the_model_s_own(family: str, repeats: int) -> None:
+    model = tiny(family, rope_parameters={**ROPE, "rope_type": "yarn"})
     angles = FusedStep(model).angles(100)
     cos, sin = model.model.rotary_emb(torch.empty(0), torch.arange(100)[None])
-    assert torch.equal(angles[:, 0], cos[0])
-    assert torch.equal(angles[:, 1], sin[0])
+    assert torch.equal(angles[:, 0], cos[0].repeat(1, repeats))
+    assert torch.equal(angles[:, 1], sin[0].repeat(1, repeats))
 
 
 def test_layers_that_look_for_outliers_are_named() -> None:

@@ -19,7 +19,7 @@ from turns import in_turns
 from kvsift import native
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
 from kvsift.models.decoder import Decoder
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.native_step import NativeStep
@@ -66,33 +66,33 @@ def filled(
     cache = make_cache(model, plan, probe_every=probe_every, placement=place)
     ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode(), feeding(cache, "prefill"):
-        FusedModel(Decoder(model)).prefill(ids, cache, "prefill")
+        ForwardPass(Decoder(model)).prefill(ids, cache, "prefill")
     return cache
 
 
-def both(model: Any) -> tuple[FusedModel, FusedModel]:
+def both(model: Any) -> tuple[ForwardPass, ForwardPass]:
     """Native and composed steps of a model."""
-    taken, composed = FusedModel(Decoder(model)), FusedModel(Decoder(model))
+    taken, composed = ForwardPass(Decoder(model)), ForwardPass(Decoder(model))
     assert taken.native is not None
     composed.native = None
     return taken, composed
 
 
-def generated(fused: FusedModel, caches: list[SparseCache], count: int) -> list[torch.Tensor]:
+def generated(model_pass: ForwardPass, caches: list[SparseCache], count: int) -> list[torch.Tensor]:
     """Logits of the steps of sequences, each of which goes on with its likeliest tokens."""
     tokens, found = torch.arange(5, 5 + len(caches)), []
     with torch.inference_mode():
         for cache in caches:
             cache.run.feeding = "decode"
         for _ in range(count):
-            found.append(fused.decode(tokens, caches))
+            found.append(model_pass.decode(tokens, caches))
             tokens = found[-1][:, 0].argmax(-1)
     return found
 
 
-def take_all(fused: FusedModel, caches: list[SparseCache], count: int) -> torch.Tensor:
+def take_all(model_pass: ForwardPass, caches: list[SparseCache], count: int) -> torch.Tensor:
     """As ``generated``, where no step may be composed."""
-    native_step, taken = fused.native, list[bool]()
+    native_step, taken = model_pass.native, list[bool]()
 
     def counted(*arguments: Any) -> torch.Tensor | None:
         assert native_step is not None
@@ -100,8 +100,8 @@ def take_all(fused: FusedModel, caches: list[SparseCache], count: int) -> torch.
         taken.append(logits is not None)
         return logits
 
-    fused.native = counted  # type: ignore[assignment]
-    logits = torch.stack(generated(fused, caches, count))
+    model_pass.native = counted  # type: ignore[assignment]
+    logits = torch.stack(generated(model_pass, caches, count))
     assert taken == [True] * count
     return logits
 
@@ -141,8 +141,8 @@ def assert_alike_windows(one: SparseCache, other: SparseCache) -> None:
             assert torch.equal(bits(own.values), bits(expected.values))
 
 
-def is_taken(fused: FusedModel, cache: SparseCache) -> bool:
-    return fused.reason_composed(cache) is None
+def is_taken(model_pass: ForwardPass, cache: SparseCache) -> bool:
+    return model_pass.reason_composed(cache) is None
 
 
 @pytest.mark.parametrize(("case", "of"), in_turns(product(PLANS, DTYPES), MODELS), ids=str)
@@ -194,11 +194,11 @@ def test_heads_that_no_blocks_of_packed_weights_cover_are_composed() -> None:
 def test_a_token_without_an_embedding_is_an_error_as_in_composed_steps() -> None:
     model = tiny("Llama")
     taken, composed = both(model)
-    for fused in (taken, composed):
+    for model_pass in (taken, composed):
         cache = filled(model, QUEST, 30)
         cache.run.feeding = "decode"
         with torch.inference_mode(), pytest.raises(IndexError):
-            fused.decode(torch.tensor([model.config.vocab_size]), [cache])
+            model_pass.decode(torch.tensor([model.config.vocab_size]), [cache])
 
 
 def test_weights_stay_while_their_model_is_cast() -> None:
@@ -330,8 +330,8 @@ def test_a_sequence_goes_on_after_its_last_tokens_are_undone_and_its_plan_is_cha
     model = tiny().to(torch.bfloat16)
     taken, composed = both(model)
     one, other = (filled(model, "dense", 90) for _ in range(2))
-    for fused, cache in ((taken, one), (composed, other)):
-        generated(fused, [cache], 9)
+    for model_pass, cache in ((taken, one), (composed, other)):
+        generated(model_pass, [cache], 9)
         cache.undo(93)
         cache.replan(f"{QUEST}:dense_layers=none")
     found, expected = generated(taken, [one], 9), generated(composed, [other], 9)
@@ -340,12 +340,15 @@ def test_a_sequence_goes_on_after_its_last_tokens_are_undone_and_its_plan_is_cha
     assert_alike(one, other)
 
 
-def verified(fused: FusedModel, cache: SparseCache, tokens: list[int], together: int) -> torch.Tensor:
+def verified(model_pass: ForwardPass, cache: SparseCache, tokens: list[int], together: int) -> torch.Tensor:
     """Logits of tokens that are attended to everything, so many in a pass; none is composed if some are native."""
     cache.run.feeding, cache.run.exact = "decode", "dense"
     passes, composed = torch.tensor(tokens).split(together), Mock(side_effect=AssertionError)
-    with torch.inference_mode(), nullcontext() if fused.native is None else patch.object(fused, "_run", composed):
-        logits = torch.cat([fused.verify(each, cache) for each in passes])
+    with (
+        torch.inference_mode(),
+        nullcontext() if model_pass.native is None else patch.object(model_pass, "_run", composed),
+    ):
+        logits = torch.cat([model_pass.verify(each, cache) for each in passes])
     cache.run.exact = ""
     return logits
 
@@ -361,9 +364,9 @@ def test_verifications_have_the_bits_of_composed_ones_and_of_dense_steps(
     for cycle in range(3):
         tokens = [7 + cycle, 30, 11, 52, 4, 18, 25, 40][: 8 - 3 * cycle]
         kept = len(tokens) - cycle
-        for fused, cache in ((taken, one), (composed, other)):  # drafts
+        for model_pass, cache in ((taken, one), (composed, other)):  # drafts
             start = cache.get_seq_length()
-            generated(fused, [cache], 3)
+            generated(model_pass, [cache], 3)
             cache.undo(start)
         found, expected = verified(taken, one, tokens, 8), verified(composed, other, tokens, 8)
         assert torch.equal(bits(found), bits(expected))

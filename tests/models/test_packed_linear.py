@@ -11,7 +11,7 @@ from models.tiny import tiny
 from refusals import refused
 
 from kvsift import native
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.unwrap import device_of_inputs
@@ -95,6 +95,6 @@ def test_a_packed_model_answers_in_kvsift_as_in_transformers(dtype: torch.dtype)
     model = pack_model(tiny("Qwen3").to(dtype), Kind.Q4_1)
     cache = make_cache(model, "dense")
     with torch.inference_mode(), feeding(cache, "prefill"):
-        found = FusedModel(FusedStep(model)).prefill(IDS[0], cache, "prefill")[0, 0]
+        found = ForwardPass(FusedStep(model)).prefill(IDS[0], cache, "prefill")[0, 0]
     expected = logits(model)[0, -1]
     assert (found - expected).norm() < (0.05 if dtype == torch.bfloat16 else 0.02) * expected.norm()

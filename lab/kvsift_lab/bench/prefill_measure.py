@@ -20,7 +20,7 @@ from kvsift.errors import MissingPackage
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import choose_device
 from kvsift.models.hf.sparse import SparseCache, make_cache
@@ -67,9 +67,9 @@ class PrefillBench(Bench):
         variants += [(plan, plan, last_chunk) for plan in recipe.plans] + [(CEILING, "", last_chunk)]
         generator = torch.Generator().manual_seed(point)
         ids = torch.randint(0, self.model.config.vocab_size, (point,), generator=generator).to(self.model.device)
-        fused = FusedModel(FusedStep(self.model))
+        own = ForwardPass(FusedStep(self.model))
         timers = {
-            name: partial(_timed, fused, ids, chunk, self._new_cache(plan, point)) for name, plan, chunk in variants
+            name: partial(_timed, own, ids, chunk, self._new_cache(plan, point)) for name, plan, chunk in variants
         }
         facts: dict[str, dict[str, Any]] = {
             name: {"name": name, "plan": plan, "chunk": chunk, "ttft_s": []} for name, plan, chunk in variants
@@ -89,13 +89,13 @@ class PrefillBench(Bench):
         return partial(make_cache, self.model, parsed, probe_every=0, rows=[reserved(context, parsed)])
 
 
-def _timed(fused: FusedModel, ids: Tensor, chunk: int, new_cache: Callable[[], Any]) -> tuple[float, dict[str, Any]]:
+def _timed(own: ForwardPass, ids: Tensor, chunk: int, new_cache: Callable[[], Any]) -> tuple[float, dict[str, Any]]:
     """Seconds to the first token, and the counters of the prompt."""
     cache = new_cache()
     synchronize(ids.device)
     started = perf_counter()
     for start in range(0, len(ids), chunk):
-        logits = fused.prefill(ids[start : start + chunk], cache, "prefill")
+        logits = own.prefill(ids[start : start + chunk], cache, "prefill")
     logits[0, -1].argmax().item()
     seconds = perf_counter() - started
     if not isinstance(cache, SparseCache):
@@ -108,7 +108,7 @@ class _NoAttention:
     """A cache that stores nothing and returns the queries as attention: prefill without either."""
 
     class _Layer:
-        def attend_fused(self, queries: Tensor, *others: Any) -> Tensor:
+        def attend_new(self, queries: Tensor, *others: Any) -> Tensor:
             """Return the queries."""
             return queries
 

@@ -26,7 +26,7 @@ from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.graph_build import NUM_ENTRIES
 from kvsift.methods.common.indexed_keys import IndexedSpan
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import choose_device
 from kvsift.models.hf.sparse import SparseCache, make_cache
@@ -116,13 +116,13 @@ class SplitBench(Bench):
         if kinds[0] in CAPTURED:
             measured = measure_captured(self.model, plan, context, place, max(2, self.recipe.tokens))
             return [{"name": kinds[0], "plan": str(plan), **measured}]
-        started, step = perf_counter(), FusedModel(FusedStep(self.model))
+        started, step = perf_counter(), ForwardPass(FusedStep(self.model))
         cache = make_cache(self.model, plan, probe_every=0, reserve=context + 256, placement=place)
         fill(cache, self.model, context)
         fill_s = perf_counter() - started
         return [self._variant(step, cache, kind, fill_s) for kind in kinds]
 
-    def _variant(self, step: FusedModel, cache: SparseCache, kind: str, fill_s: float) -> dict[str, Any]:
+    def _variant(self, step: ForwardPass, cache: SparseCache, kind: str, fill_s: float) -> dict[str, Any]:
         token, started = torch.tensor([5], device=self.model.device), perf_counter()
         cache.replan("dense")  # an unchanged plan would keep the index of the previous kind
         cache.replan(self.recipe.plan(kind))
@@ -179,7 +179,7 @@ def random_graph(keys: Tensor, beam: int) -> GraphIndex:
 
 def fill(cache: SparseCache, model: Any, context: int) -> None:
     """Append random tokens up to a context, behind a real one: the same under every placement."""
-    FusedModel(FusedStep(model)).prefill(torch.tensor([5], device=model.device), cache, "prefill")
+    ForwardPass(FusedStep(model)).prefill(torch.tensor([5], device=model.device), cache, "prefill")
     generator = torch.Generator(model.device).manual_seed(0)
     firsts = 1, cache.page_size, *range(FILLED_TOKENS, context, FILLED_TOKENS)
     starts = [start for start in firsts if start < context]
@@ -233,7 +233,7 @@ def _prefill_chunk(cache: SparseCache, step: FusedStep, context: int) -> float:
         layer.attention.crop(0, context - count)
         layer.columns = context - count
     tokens, started = torch.arange(count, device=step.device) % 100, perf_counter()
-    FusedModel(step).prefill(tokens, cache, "prefill").argmax().item()
+    ForwardPass(step).prefill(tokens, cache, "prefill").argmax().item()
     return perf_counter() - started
 
 

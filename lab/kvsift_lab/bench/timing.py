@@ -9,7 +9,6 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 
 import torch
 
@@ -59,18 +58,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU; a CPU has nothing queued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def host_clock(run: Launch, num_sets: int) -> Timer:
-    """Time one launch by the wall clock: for tests without a GPU."""
-
-    def seconds() -> float:
-        started = perf_counter()
-        for number in range(num_sets):
-            run(number)
-        return (perf_counter() - started) / num_sets
-
-    return seconds
 
 
 def interleaved(timers: Mapping[str, Timer], repeats: int) -> dict[str, list[float]]:

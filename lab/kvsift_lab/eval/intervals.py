@@ -49,9 +49,9 @@ def design_effect(cells: Iterable[Sequence[Sequence[float]]]) -> float | None:
     return max(1.0, by_context / by_question) if by_question else 1.0
 
 
-def wilson(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's interval of a share."""
-    share = successes / trials
+def wilson(successes: float, trials: float) -> tuple[float, float]:
+    """Return Wilson's interval of a share, of 95 %."""
+    z, share = 1.96, successes / trials
     centre = share + z * z / (2 * trials)
     spread = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     scale = 1 + z * z / trials

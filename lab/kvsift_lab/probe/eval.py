@@ -91,10 +91,10 @@ class Judge:
         rows = best.tolist()
         return [rows[i][len(a) - 1 : len(a) - 1 + len(b)] == b for i, (a, b) in enumerate(zip(asked, answers))]
 
-    def decoded(self, cache: DynamicCache, length: int, question: Question, most: int = 64) -> str:
+    def decoded(self, cache: DynamicCache, length: int, question: Question) -> str:
         """The answer token by token; the cache comes back as it was."""
         ids, out = self.encode(question_text(question.text)), []
-        for _ in range(most):
+        for _ in range(64):
             logits = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache).logits
             ids = [int(logits[0, -1].argmax())]
             out += ids

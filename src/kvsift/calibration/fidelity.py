@@ -20,7 +20,7 @@ from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import rule_of
-from kvsift.models.fused_model import MAX_SEQUENCES
+from kvsift.models.forward_pass import MAX_SEQUENCES
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.models.inference import inference
 from kvsift.plan.plan import Plan
@@ -168,13 +168,13 @@ def decode_known(
 
 def _fed(runner: Engine, caches: Sequence[SparseCache], tokens: Sequence[int]) -> list[Tensor]:
     """The logits [1, vocabulary] after one more token of each text."""
-    if caches[0].run.plan.wants_hidden or (fused := runner.fast_path.fused(runner.model)) is None:
+    if caches[0].run.plan.wants_hidden or (forward_pass := runner.fast_path.forward_pass(runner.model)) is None:
         return [runner.feed(cache, [token], phase="decode")[0, -1:] for cache, token in zip(caches, tokens)]
     groups = [slice(start, start + MAX_SEQUENCES) for start in range(0, len(caches), MAX_SEQUENCES)]
     return [
         logits
         for group in groups
-        for logits in fused.decode(torch.tensor(tokens[group], device=runner.device), caches[group])
+        for logits in forward_pass.decode(torch.tensor(tokens[group], device=runner.device), caches[group])
     ]
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvsift.api.answer import Answer
     from kvsift.api.llm import LLM, Document
     from kvsift.engine.options import Options
-    from kvsift.plan.plan import Plan
 
 Item = dict[str, Any]  # a question with the other fields of its line
 
@@ -113,7 +112,8 @@ def answer_all(
         for plan in plans:
             answers = []
             for item in items:
-                options["plan"], options["exact"] = plan, sampling.exact and not is_baseline(plan, plans)
+                is_baseline = plan.decode is None and len(plans) > 1  # what exact answers are compared with
+                options["plan"], options["exact"] = plan, sampling.exact and not is_baseline
                 answer = document.ask(
                     item["question"], on_text=printer.begin(item["question"]), question_phase=question_phase, **options
                 )
@@ -126,11 +126,6 @@ def answer_all(
     _finish(llm, document, items, columns, output)
     for column in columns:
         column.check_skipped(strict)
-
-
-def is_baseline(plan: Plan, plans: Sequence[Plan]) -> bool:
-    """Whether a plan is what exact answers are compared with: plain dense decoding beside another plan."""
-    return plan.decode is None and len(plans) > 1
 
 
 class AnswerPrinter:

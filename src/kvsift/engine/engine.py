@@ -100,11 +100,11 @@ class Engine(ModelRunner):
 
     def _crossover_of(self, plan: Plan, rule: Rule, length: int) -> int:
         """Where the decode steps of a plan become faster than dense ones on a CPU; 0 elsewhere."""
-        fused = None if self.device.type != "cpu" or self.deterministic else self.fast_path.fused(self.model)
-        if fused is None or (reason_against(plan) and reason(rule, NativeStep.of_rules)):
+        own = None if self.device.type != "cpu" or self.deterministic else self.fast_path.forward_pass(self.model)
+        if own is None or (reason_against(plan) and reason(rule, NativeStep.of_rules)):
             return 0  # its steps are composed everywhere
         rule = replace(rule, budget=replace(rule.budget, min_context=0))
-        return self._crossover.of(rule, length, fused)
+        return self._crossover.of(rule, length, own)
 
     def _begun_cache(self, plan: Plan, length: int) -> SparseCache:
         """A cache for so many tokens, of which it has one."""

@@ -27,7 +27,7 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.captured_step import NO_STEP
-from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
+from kvsift.models.forward_pass import MAX_SEQUENCES, ForwardPass
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.slot_states import empty_states
 from kvsift.models.hf.state_snapshot import NO_TOKENS, StateSnapshot
@@ -140,10 +140,10 @@ class Executor:
         if seqs[0].group is not None:
             group: Group[Any] = seqs[0].group
             return group.step(seqs)
-        fused, caches = self._fused, [seq.cache for seq in seqs if seq.cache is not None]
-        if fused is None or caches[0].run.plan.wants_hidden:
+        own, caches = self._forward_pass, [seq.cache for seq in seqs if seq.cache is not None]
+        if own is None or caches[0].run.plan.wants_hidden:
             return [self._decode(cache, seq.token) for seq, cache in zip(seqs, caches)]
-        return list(fused.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
+        return list(own.decode(torch.tensor([seq.token for seq in seqs], device=self._runner.device), caches)[:, 0])
 
     def adopt(
         self, cache: SparseCache, state: StateSnapshot, stale: bool, grid: int, sealed: Sequence[Any]
@@ -240,8 +240,8 @@ class Executor:
             tokens = tokens[:-1]  # what would follow it is of no use
         seq.fed = [seq.token, *tokens]
         seq.before = seq.cache.snapshot(seq.num_cached) if tokens and seq.cache.has_states else None
-        if self._fused is not None:
-            return list(self._fused.verify(torch.tensor(seq.fed), seq.cache))
+        if self._forward_pass is not None:
+            return list(self._forward_pass.verify(torch.tensor(seq.fed), seq.cache))
         logits = list[Tensor]()
         self._runner.feed(seq.cache, seq.fed, phase="decode", score=logits.extend)
         return logits
@@ -259,10 +259,10 @@ class Executor:
 
     def _decode(self, cache: SparseCache, token: int) -> Tensor:
         """Feed a generated token of one sequence; logits [vocabulary]."""
-        if self._fused is None or cache.run.plan.wants_hidden:  # by transformers' modules
+        if self._forward_pass is None or cache.run.plan.wants_hidden:  # by transformers' modules
             logits: Tensor = self._runner.feed(cache, [token], phase="decode")[0, -1]
             return logits
-        return self._fused.decode(torch.tensor([token], device=self._runner.device), [cache])[0, 0]
+        return self._forward_pass.decode(torch.tensor([token], device=self._runner.device), [cache])[0, 0]
 
     def groups(self, seqs: Sequence[EngineSequence]) -> Sequence[Sequence[EngineSequence]]:
         """Sequences that one pass decodes together, of all that decode; some may wait for the next step. New ones begin
@@ -273,7 +273,7 @@ class Executor:
         captured = [[seq for seq in seqs if seq.group is group] for group in self._groups]
         parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
         others, joined = [seq for seq in seqs if seq.group is None], list[EngineSequence]()
-        if self._fused is not None and self._fused.joins:
+        if self._forward_pass is not None and self._forward_pass.joins:
             plans = [seq.request.plan for seq in others]
             joins = [plan.can_undo and not plan.wants_hidden for plan in plans]
             joined = [seq for seq, is_joined in zip(others, joins) if is_joined and seq.decoder is None]
@@ -348,9 +348,9 @@ class Executor:
         """Why steps that are not captured, for a reason that may suffice, are not native either; None: they are."""
         if self._runner.device.type != "cpu":
             return uncaptured
-        if self._fused is None:
+        if self._forward_pass is None:
             return reason(self._runner.model, self._runner.fast_path.not_fused, NO_STEP) or uncaptured
-        return self._fused.reason_composed(cache)
+        return self._forward_pass.reason_composed(cache)
 
     def _open_cache(self, rotation: int | None, rule: Rule | None, table: PageTable) -> SparseCache:
         """An empty cache over the pages of a table, whose keys are rotated so, for captured steps under a rule."""
@@ -426,8 +426,8 @@ class Executor:
         return int(FREE_SHARE * max(free, 0) / max(page_bytes, present, 1))
 
     @cached_property
-    def _fused(self) -> FusedModel | None:
-        return self._runner.fast_path.fused(self._runner.model)
+    def _forward_pass(self) -> ForwardPass | None:
+        return self._runner.fast_path.forward_pass(self._runner.model)
 
 
 def _room_behind(seq: EngineSequence) -> int:

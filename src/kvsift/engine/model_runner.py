@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvsift.engine.graphs.fast_path import FastPath
-from kvsift.engine.memory import require_host_memory, require_memory
-from kvsift.engine.options import GenerateOptions, ProgressCallback
+from kvsift.engine.memory import require_memory
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.pace import Paces
@@ -58,7 +58,7 @@ class ModelRunner(Uncopied):
 
     Attributes:
         tokenizer: tokenizer of the model.
-        fast_path: captured decode steps and fused prefill.
+        fast_path: captured decode steps and forward pass.
         paces: how far exact answers draft.
     """
 
@@ -266,18 +266,13 @@ class ModelRunner(Uncopied):
         limits = self._rope_limits
         return None if limits is None else limits.least(limits.stepped(length))
 
-    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+    def new_cache(self, plan: Plan, reserve: int, length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens.
 
         ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
-
-        Raises:
-            InputError: if sequences are to be kept in host memory, which has no room for them.
         """
-        if rows and self.place.in_host_memory and self.device.type == "cuda":
-            require_host_memory(self.directory, self.dtype, sum(rows), self.place)
         cache = make_drafting_cache(
-            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, placement=self.place
         )
         cache.run.kv = KVPool(steady=True) if self.deterministic else None
         cache.rotation = self.rotation(reserve if length is None else length)
@@ -285,20 +280,19 @@ class ModelRunner(Uncopied):
 
     @inference()
     def feed(
-        self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
-        phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
-        score: Callable[[torch.Tensor], None] | None = None,
+        self, cache: SparseCache, ids: Sequence[int], phase: Phase = "prefill",
+        pause: Callable[[], bool] | None = None, score: Callable[[torch.Tensor], None] | None = None,
     ) -> Any:  # fmt: skip
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
         With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
         layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
-        ``pause`` is called between layers of a fused pass (``FusedModel``), ``score`` with logits [tokens, vocabulary]
+        ``pause`` is called between layers of a ``ForwardPass``, ``score`` with logits [tokens, vocabulary]
         of all tokens in their order, some at a time.
         """
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
-        fused = None if foreseeing else self.fast_path.fused(self.model)
+        own = None if foreseeing else self.fast_path.forward_pass(self.model)
         size = 1 if phase == "decode" and cache.run.plan.is_guarded else self.chunk_size  # it decides token by token
         with feeding(cache, phase):
             for start in range(0, len(ids), size):
@@ -306,12 +300,10 @@ class ModelRunner(Uncopied):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
                 logits = (
-                    fused.prefill(chunk[0], cache, phase, pause, score)
-                    if fused is not None
+                    own.prefill(chunk[0], cache, phase, pause, score)
+                    if own is not None
                     else self._forward(chunk, cache, score)
                 )
-                if progress is not None:
-                    progress(min(start + size, len(ids)), len(ids))
         return logits
 
     def _forward(

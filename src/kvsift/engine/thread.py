@@ -10,7 +10,7 @@ import atexit
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -128,15 +128,6 @@ class EngineThread(ABC):
             raise error
         return result  # type: ignore[return-value]
 
-    def iterate(self, steps: Generator[T]) -> Generator[T]:
-        """Run each step of a generator between two steps of the thread."""
-        self.start()
-        try:
-            while (step := self.call(partial(next, steps, END))) is not END:
-                yield step
-        finally:
-            self.post(steps.close)
-
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         """A step, before and after which messages are carried out."""
@@ -184,7 +175,6 @@ class EngineThread(ABC):
 
 _RUNNING: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 _STARTING = Lock()
-END = object()
 
 
 def _report(function: Callable[[], T], outcome: SimpleQueue[tuple[T | None, BaseException | None]]) -> None:

@@ -54,15 +54,9 @@ def attention(
 
 
 def attention_reference(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    *,
-    mask: Tensor | None = None,
-    softcap: float | None = None,
-    log_weight: Tensor | None = None,
-) -> Part:
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, mask: Tensor | None = None,
+    softcap: float | None = None, log_weight: Tensor | None = None,
+) -> Part:  # fmt: skip
     """Attention in float32, a tile of queries at a time.
 
     Args:

@@ -97,13 +97,9 @@ def _of_cluster(blocks: int) -> Any:
 
 @cache
 def compile_kernel(
-    sources: tuple[str, ...],
-    name: str,
-    defines: tuple[tuple[str, int | str], ...],
-    threads: int,
-    shared_bytes: int,
+    sources: tuple[str, ...], name: str, defines: tuple[tuple[str, int | str], ...], threads: int, shared_bytes: int,
     device: int,
-) -> Kernel:
+) -> Kernel:  # fmt: skip
     """A kernel of this package.
 
     Args:

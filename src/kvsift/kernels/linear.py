@@ -15,16 +15,9 @@ from kvsift.native.product import product, takes_product
 
 
 def linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    steady: bool = False,
-    pdl: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None, residual: Tensor | None = None,
+    gated: bool = False, steady: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` the product ``silu(gate) * up`` of the
     two halves of ``rms_norm(x) @ weight.T``; both, and SiLU, are rounded on the way.
 
@@ -68,17 +61,9 @@ def linear_reference(
 
 
 def linear_triton(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    steady: bool = False,
-    pdl: bool = False,
-    tiling: Tiling | None = None,
-) -> Tensor:
+    x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None, residual: Tensor | None = None,
+    gated: bool = False, steady: bool = False, pdl: bool = False, tiling: Tiling | None = None,
+) -> Tensor:  # fmt: skip
     arguments = product_arguments(x, weight, norm, tiling, steady, pdl)
     num_out, grid = weight.shape[0] // (2 if gated else 1), (triton.cdiv(weight.shape[0], arguments["OUTS"]),)
     out = x.new_empty(x.shape[0], num_out)

@@ -14,20 +14,10 @@ from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 
 
 def qkv_rotary_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: PagedKV,
-    summaries: Mapping[str, Tensor],
-    *,
-    num_query_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    gated: bool = False,
-    pdl: bool = False,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
+    gated: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     """Normalise and rotate the heads of one token per row, append its key and value, return its queries.
 
     Every step is rounded to the dtype of ``qkv`` where transformers rounds it.
@@ -58,19 +48,10 @@ def qkv_rotary_append(
 
 
 def qkv_rotary_append_reference(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: PagedKV,
-    summaries: Mapping[str, Tensor],
-    *,
-    num_query_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
     gated: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     heads = qkv.unflatten(1, (-1, kv.head_dim))
     step = 2 if gated else 1
     queries, keys, values = heads.split([step * num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
@@ -92,20 +73,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv_rotary_append_triton(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: PagedKV,
-    summaries: Mapping[str, Tensor],
-    *,
-    num_query_heads: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    gated: bool = False,
-    pdl: bool = False,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
+    gated: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     rows = qkv.shape[0]
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == qkv.stride(1) == 1

@@ -3,22 +3,24 @@ the weighted sum of these.
 
 Each row is computed as if it were alone, so its bits do not depend on the number of rows. Programs that read the same
 weights for different rows run side by side, and find them in the GPU's cache. An expert that all rows get is the last
-one of the stacks.
+one of the stacks. The products of gpt-oss have biases, and its gates and ups alternate and are clamped.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.expert_linear import expert_linear_reference
+from kvsift.kernels.float4_stack import Float4Stack, sum_float4_products
 from kvsift.kernels.linear import gate_reference, gated
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.scaled_weight import ScaledStack
 from kvsift.kernels.skinny_product import SCALE_INS, Tiling, in_registers, prefetch, sum_products
-from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl, triton
 from kvsift.native.experts import Routing, mix_reference, route_reference
 
 MOST_ROWS = 1024
@@ -29,6 +31,13 @@ MIXED = 128  # outputs of a program that mixes
 PREFETCHED, FEW_PAIRS = 1024, 16
 
 
+class Clamps(NamedTuple):
+    """How gpt-oss joins gates and ups."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class ExpertStacks:
     """The weights of a layer of experts.
@@ -36,12 +45,16 @@ class ExpertStacks:
     Attributes:
         router: [experts, hidden], and one more row if a gate of the shared expert is the last.
         gate_up: [experts, 2 * inter, hidden], gates before ups, the inputs of an output in one piece; if scaled, with
-            scales of whole rows, or of 128 inputs.
+            scales of whole rows, or of 128 inputs; or 4-bit floats.
         down: [experts, hidden, inter], of the same kind. Both have one more expert if one is shared.
         routing: which experts a row gets.
         bias: float32 [experts], see ``route``, or None.
         shared: the last expert of the stacks is one that every row gets.
         gated: and its weight is the sigmoid of the last logit; else 1.
+        router_bias, gate_up_bias, down_bias: [experts], [experts, 2 * inter] and [experts, hidden], added to products;
+            or None.
+        clamps: where gates and ups alternate, how ``clamped_reference`` joins them; None: gates are before ups, and
+            joined by SiLU.
     """
 
     router: Tensor
@@ -51,6 +64,10 @@ class ExpertStacks:
     bias: Tensor | None = None
     shared: bool = False
     gated: bool = False
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamps: Clamps | None = None
     # int32 [MOST_ROWS], programs that have computed logits of a row; zeros between launches
     finished: Tensor = field(init=False)
 
@@ -66,9 +83,11 @@ class ExpertStacks:
 def takes_stack(weight: Tensor | ScaledStack, dtype: torch.dtype) -> bool:
     """Whether the twins take the weights of experts [experts, out, in] for rows of this dtype."""
     if isinstance(weight, ScaledStack):
-        by_rows = weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
+        by_rows = isinstance(weight, Float4Stack) or weight.scales.shape[2] == 1 or weight.ins == SCALE_INS
         return by_rows and weight.values.stride(2) == 1
-    return weight.dtype == dtype and weight.is_floating_point() and weight.stride(2) == 1
+    return (
+        weight.dtype == dtype and weight.is_floating_point() and 1 in weight.stride()[1:]
+    )  # laid by output on the way
 
 
 def routed_experts(
@@ -100,7 +119,8 @@ def choose_experts_reference(
     (GLM-4.5)."""
     rows = rms_norm_reference(x, *norm)
     dtype = torch.promote_types(x.dtype, torch.float32) if stacks.routing.sigmoid else x.dtype
-    logits = torch.nn.functional.linear(rows.to(dtype), stacks.router.to(dtype))
+    bias = None if stacks.router_bias is None else stacks.router_bias.to(dtype)
+    logits = torch.nn.functional.linear(rows.to(dtype), stacks.router.to(dtype), bias)
     number = len(stacks.router) - stacks.gated
     chosen, weights = route_reference(logits[:, :number], stacks.routing, stacks.bias)
     if stacks.shared:
@@ -110,9 +130,18 @@ def choose_experts_reference(
 
 
 def gate_experts_reference(rows: Tensor, chosen: Tensor, stacks: ExpertStacks) -> Tensor:
-    """Return ``silu(gate) * up`` of each row and each of its experts, [rows, per_row, inter]."""
-    products = expert_linear_reference(rows, stacks.gate_up, chosen.flatten().long())
-    return gate_reference(products).view(*chosen.shape, -1)
+    """Return ``silu(gate) * up``, or what ``clamps`` make of them, of each row and each of its experts, [rows, per_row,
+    inter]."""
+    products = expert_linear_reference(rows, stacks.gate_up, chosen.flatten().long(), stacks.gate_up_bias)
+    heads = gate_reference(products) if stacks.clamps is None else clamped_reference(products, stacks.clamps)
+    return heads.view(*chosen.shape, -1)
+
+
+def clamped_reference(products: Tensor, clamps: Clamps) -> Tensor:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` of alternating gates and ups, [rows, 2 * inter] -> [rows,
+    inter]: gates are at most ``limit``, and ups between ``-limit`` and ``limit``."""
+    gate, up = products[:, ::2].clamp(max=clamps.limit), products[:, 1::2].clamp(-clamps.limit, clamps.limit)
+    return (up + 1) * (gate * (gate * clamps.alpha).sigmoid())
 
 
 def mix_experts_reference(
@@ -120,7 +149,7 @@ def mix_experts_reference(
 ) -> Tensor:
     """Return ``residual + sum over experts of weight * output``, [rows, hidden]; outputs are rounded, and the sum is in
     float32."""
-    outputs = expert_linear_reference(heads.flatten(0, 1), stacks.down, chosen.flatten().long())
+    outputs = expert_linear_reference(heads.flatten(0, 1), stacks.down, chosen.flatten().long(), stacks.down_bias)
     return mix_reference(outputs.view(*chosen.shape, -1), weights, residual)
 
 
@@ -135,8 +164,8 @@ def choose_experts_triton(
     weights = torch.empty(count, stacks.per_row, dtype=torch.float32, device=x.device)
     tile = power_of_two(hidden)
     _choose_experts_kernel[count, triton.cdiv(number, ROUTED)](
-        x, weight, stacks.router, stacks.bias, rows, logits, stacks.finished, chosen, weights, x.stride(0),
-        stacks.router.stride(0), eps, stacks.routing.factor, hidden, number, TOP_K=stacks.routing.top_k,
+        x, weight, stacks.router, stacks.router_bias, stacks.bias, rows, logits, stacks.finished, chosen, weights,
+        x.stride(0), stacks.router.stride(0), eps, stacks.routing.factor, hidden, number, TOP_K=stacks.routing.top_k,
         SLOTS=power_of_two(stacks.per_row), SIGMOID=stacks.routing.sigmoid, NORMALISED=stacks.routing.normalised,
         SHARED=stacks.shared, GATED=stacks.gated, OFFSET=offset[0] if offset else 0.0, EXPERTS=power_of_two(number),
         OUTS=ROUTED, TILE=tile, PDL=pdl, num_warps=4 if tile <= 2048 else 8, **({"launch_pdl": True} if pdl else {}),
@@ -146,8 +175,8 @@ def choose_experts_triton(
 
 @jit_for_any()
 def _choose_experts_kernel(
-    x_ptr, norm_ptr, router_ptr, bias_ptr, rows_ptr, logits_ptr, finished_ptr, chosen_ptr, weights_ptr, x_row,
-    router_row, eps, factor, hidden, number, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr,
+    x_ptr, norm_ptr, router_ptr, router_bias_ptr, bias_ptr, rows_ptr, logits_ptr, finished_ptr, chosen_ptr, weights_ptr,
+    x_row, router_row, eps, factor, hidden, number, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr, EXPERTS: tl.constexpr,
     OUTS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -164,6 +193,8 @@ def _choose_experts_kernel(
     if tl.program_id(1) == 0:
         tl.store(rows_ptr + row * hidden + i, y, mask=inside)
     products = tl.sum(router.to(tl.float32) * y.to(tl.float32)[None, :], 1)
+    if router_bias_ptr is not None:
+        products += tl.load(router_bias_ptr + known).to(tl.float32)
     logits_ptr += row * number
     tl.store(logits_ptr + outs, products.to(logits_ptr.dtype.element_ty), mask=outs < number)
     tl.debug_barrier()  # all threads have stored before one of them says so
@@ -209,15 +240,14 @@ def _choose_experts_kernel(
 def gate_experts_triton(
     rows: Tensor, chosen: Tensor, stacks: ExpertStacks, *, pdl: bool = False, tiling: Tiling | None = None
 ) -> Tensor:
-    return _products(rows, chosen, stacks.gate_up, True, tiling or choose_tiling(stacks.gate_up, True), pdl)
+    return expert_products(rows, chosen, stacks.gate_up, stacks.gate_up_bias, True, stacks.clamps, tiling, pdl)
 
 
 def mix_experts_triton(
     heads: Tensor, chosen: Tensor, weights: Tensor, residual: Tensor, stacks: ExpertStacks, *, pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
-    tiling = tiling or choose_tiling(stacks.down, False)
-    outputs = _products(heads.flatten(0, 1), chosen, stacks.down, False, tiling, pdl)
+    outputs = expert_products(heads.flatten(0, 1), chosen, stacks.down, stacks.down_bias, tiling=tiling, pdl=pdl)
     (count, per_row, hidden), out = outputs.shape, torch.empty_like(residual, memory_format=torch.contiguous_format)
     _mix_experts_kernel[count, triton.cdiv(hidden, MIXED)](
         outputs, weights, residual, out, residual.stride(0), hidden, PER_ROW=per_row, SLOTS=power_of_two(per_row),
@@ -231,17 +261,20 @@ def choose_tiling(weight: Tensor | ScaledStack, gates: bool) -> Tiling:
     are."""
     if isinstance(weight, Tensor):
         outs, warps, depth = (8, 1, 1) if gates else (4, 2, 2)
+    elif isinstance(weight, Float4Stack):
+        outs, warps, depth = 4, 1, 4
     else:
         outs, warps, depth = (2, 1, 8) if gates else (4, 1, 2)
     return in_registers(outs, warps, max(1, min(depth, power_of_two(weight.shape[2]) // (256 * warps))))
 
 
-def _products(
-    x: Tensor, chosen: Tensor, weight: Tensor | ScaledStack, gates: bool, tiling: Tiling, pdl: bool
+def expert_products(
+    x: Tensor, chosen: Tensor, weight: Tensor | ScaledStack, bias: Tensor | None, gates: bool = False,
+    clamps: Clamps | None = None, tiling: Tiling | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Products of rows [rows, in] and the weights of their experts [rows or their pairs of experts, out]: [rows,
-    per_row, out], or gated by SiLU, half as many."""
-    (_, width, num_in), pairs = weight.shape, chosen.numel()
+    per_row, out], or gates and ups joined, half as many."""
+    (_, width, num_in), pairs, tiling = weight.shape, chosen.numel(), tiling or choose_tiling(weight, gates)
     values, scales, scale_outs, scale_ins = weight, None, 1, 0
     if isinstance(weight, ScaledStack):
         values, scales, scale_outs = weight.values, weight.scales, weight.outs
@@ -249,9 +282,11 @@ def _products(
     assert isinstance(values, Tensor)
     out = x.new_empty(*chosen.shape, width // 2 if gates else width)
     _expert_products_kernel[pairs, triton.cdiv(width, tiling.outs)](
-        x, chosen, values, scales, out, *values.stride()[:2], *((0, 0) if scales is None else scales.stride()[:2]),
-        out.shape[2], num_in, pairs // len(x), GATES=gates, PREFETCH=0 if gates or pairs > FEW_PAIRS else PREFETCHED,
-        OUTS=tiling.outs, INS=tiling.ins, DEPTH=tiling.depth, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
+        x, chosen, values, scales, bias, out, *values.stride()[:2],
+        *((0, 0) if scales is None else scales.stride()[:2]), 0 if bias is None else bias.stride(0), out.shape[2],
+        num_in, pairs // len(x), *(clamps or (0.0, 0.0)), GATES=gates, CLAMPED=clamps is not None,
+        PREFETCH=0 if gates or pairs > FEW_PAIRS else PREFETCHED, OUTS=tiling.outs, INS=tiling.ins,
+        DEPTH=tiling.depth, SCALE_OUTS=scale_outs, SCALE_INS=scale_ins,
         EVEN=num_in % (tiling.ins * tiling.depth) == 0, PDL=pdl, num_warps=tiling.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -260,14 +295,16 @@ def _products(
 
 @jit_for_any("repeats")
 def _expert_products_kernel(
-    x_ptr, chosen_ptr, weight_ptr, scales_ptr, out_ptr, of_expert, of_out, scales_of_expert, scales_of_out, num_out,
-    num_in, repeats, GATES: tl.constexpr, PREFETCH: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
-    DEPTH: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, chosen_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, of_expert, of_out, scales_of_expert, scales_of_out,
+    bias_of_expert, num_out, num_in, repeats, alpha, limit, GATES: tl.constexpr, CLAMPED: tl.constexpr,
+    PREFETCH: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, DEPTH: tl.constexpr, SCALE_OUTS: tl.constexpr,
+    SCALE_INS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, i = tl.program_id(0).to(tl.int64), tl.arange(0, OUTS)
-    if GATES:
+    if GATES:  # a gate and its up are adjacent in the tile
         tile = tl.program_id(1) * (OUTS // 2)
-        known = tl.minimum(tile + i // 2, num_out - 1) + i % 2 * num_out  # a gate and its up are adjacent in the tile
+        known = tl.minimum(tile + i // 2, num_out - 1)
+        known = known * 2 + i % 2 if CLAMPED else known + i % 2 * num_out
     else:
         tile = tl.program_id(1) * OUTS
         known = tl.minimum(tile + i, num_out - 1)
@@ -279,23 +316,37 @@ def _expert_products_kernel(
     if PDL and not GATES:
         # experts were chosen two launches before: prefetch while the gates are computed
         if PREFETCH > 0:
-            prefetch(weights, num_in, PREFETCH)
+            prefetch(weights, num_in // 2 if weight_ptr.dtype.element_ty == tl.uint8 else num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if scales_ptr is not None:
         scales = scales_ptr + expert * scales_of_expert + known // SCALE_OUTS * scales_of_out
     x_ptr += pair // repeats * num_in
-    products = sum_products(x_ptr, weights, scales, None, 0.0, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
-    if scales_ptr is not None and SCALE_INS == 0:
-        products *= tl.load(scales)[None, :]
+    if weight_ptr.dtype.element_ty == tl.uint8:
+        products = sum_float4_products(x_ptr, weights, scales, num_in, OUTS, INS, EVEN, DEPTH)
+    else:
+        products = sum_products(x_ptr, weights, scales, None, 0.0, 0.0, num_in, OUTS, INS, SCALE_INS, EVEN, DEPTH)
+        if scales_ptr is not None and SCALE_INS == 0:
+            products *= tl.load(scales)[None, :]
+    if bias_ptr is not None:
+        products += tl.load(bias_ptr + expert * bias_of_expert + known).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out_ptr += pair * num_out
     if GATES:
         gate, up = tl.split(tl.reshape(products.to(dtype), (OUTS // 2, 2)))  # rounded, as two projections would be
+        heads = clamped(gate, up, alpha, limit) if CLAMPED else gated(gate, up)
         outs = tile + tl.arange(0, OUTS // 2)
-        tl.store(out_ptr + outs, gated(gate, up).to(dtype), mask=outs < num_out)
+        tl.store(out_ptr + outs, heads.to(dtype), mask=outs < num_out)
     else:
         tl.store(out_ptr + tile + i, tl.reshape(products, (OUTS,)).to(dtype), mask=tile + i < num_out)
+
+
+@jit
+def clamped(gate, up, alpha, limit):
+    """``clamped_reference``, rounded at its end alone."""
+    gate = tl.minimum(gate.to(tl.float32), limit)
+    up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit)
+    return (up + 1) * gate * tl.sigmoid(alpha * gate)
 
 
 @jit_for_any()

@@ -153,11 +153,6 @@ def sifted_attention_cuda(
     return out
 
 
-def _warps_and_stages(group: int, head_dim: int) -> tuple[int, int]:
-    """Return the warps of a block, which takes a whole multiprocessor, and the stages of a warp's ring."""
-    return (16, 3) if is_narrow(group, head_dim) else (8, 5)
-
-
 def _keys(max_pages: int, ranked: int) -> int:
     """Return the fewest that suffice: every group of pages, and all pages of the groups that a list may come from."""
     return max(FEWEST_KEYS, power_of_two(max(-(-max_pages // GROUP_PAGES), ranked * GROUP_PAGES)))
@@ -169,7 +164,8 @@ def _kernel(
     features, (capacity, ranked) = find_kind(kind).cuda_features, most
     assert features is not None
     group = queries.shape[1] // kv.num_kv_heads
-    warps, stages = _warps_and_stages(group, kv.head_dim)
+    # a block takes a whole multiprocessor; each of its warps has a ring of stages
+    warps, stages = (16, 3) if is_narrow(group, kv.head_dim) else (8, 5)
     defines: dict[str, int | str] = {
         "G": group, "D": kv.head_dim, "PAGE": kv.page_size,
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_SiftArguments),

@@ -64,15 +64,9 @@ def streams(x: Tensor, weight: object) -> bool:
 
 
 def streamed_linear(
-    x: Tensor,
-    weight: ScaledWeight | Int4Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    pdl: bool = False,
-) -> Tensor:
+    x: Tensor, weight: ScaledWeight | Int4Weight, bias: Tensor | None = None, *, norm: Norm | None = None,
+    residual: Tensor | None = None, gated: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` what ``linear`` does then.
 
     Args:

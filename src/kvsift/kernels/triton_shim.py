@@ -24,6 +24,9 @@ except ImportError:  # macOS, Windows, CPU builds of torch
     triton, tl, HAVE_TRITON = None, None, False
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit``; without Triton the function itself, which is never called."""
     return jit_for_any()(function)

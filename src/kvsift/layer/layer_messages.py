@@ -1,4 +1,4 @@
-"""Messages between the layers of one forward pass, such as a score map to be fused with that of the layer above."""
+"""Messages between the layers of one forward pass, such as a score map to be averaged with that of the layer above."""
 
 from __future__ import annotations
 

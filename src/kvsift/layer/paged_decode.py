@@ -164,7 +164,6 @@ class DecodeLayer:
         keys, values: [num_kv_heads, num_pages, page_size, head_dim].
         summary: [num_kv_heads, num_pages, width] of the decode method's kind; None if the layer is dense.
         method: method of the decode rules.
-        table: physical pages, if this layer's differ from the batch's.
         sink_logit: [num_query_heads].
         dense_below: int32 [batch], lengths below which each sequence is dense here; mixed steps read it.
         visible: int64 [batch], to which the visible tokens of each sequence's lists are added, step by step.
@@ -192,12 +191,12 @@ class DecodeLayer:
 
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
-        method: Method | None = None, table: Tensor | None = None, sink_logit: Tensor | None = None,
-        dense_below: Tensor | None = None, visible: Tensor | None = None, estimated: Tensor | None = None,
-        anchor: DecodeLayer | None = None, heads: Sequence[int] = (), memory: tuple[Tensor, Tensor] | None = None,
+        method: Method | None = None, sink_logit: Tensor | None = None, dense_below: Tensor | None = None,
+        visible: Tensor | None = None, estimated: Tensor | None = None, anchor: DecodeLayer | None = None,
+        heads: Sequence[int] = (), memory: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
-        self.kv = PagedKV(keys, values, batch.table if table is None else table, batch.lengths)
+        self.kv = PagedKV(keys, values, batch.table, batch.lengths)
         self.method = method if isinstance(method, CAPTURED) and (summary is not None or anchor is not None) else None
         self.anchor = anchor
         self._heads: Tensor | None = None

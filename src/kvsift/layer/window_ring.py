@@ -69,11 +69,15 @@ class WindowRing:
 
     def append(self, keys: Tensor, values: Tensor, places: RingPlaces) -> None:
         """Store a token of each sequence, [slots, num_kv_heads, head_dim] both."""
-        append(PagedKV(self._keys, self._values, self._table, places.newest), keys, values, {})
+        append(self.newest(places), keys, values, {})
+
+    def newest(self, places: RingPlaces) -> PagedKV:
+        """Return the pools to which the tokens of a step are appended."""
+        return PagedKV(self._keys, self._values, self._table, places.newest)
 
     def attend(
         self, shape: LayerShape, queries: Tensor, places: RingPlaces, batch: DecodeBatch,
-        sink_logit: Tensor | None = None,
+        sink_logit: Tensor | None = None, early: bool = False,
     ) -> Tensor:  # fmt: skip
         """Attend the window of each sequence, the token that was stored last included.
 
@@ -83,6 +87,7 @@ class WindowRing:
             places: of this step.
             batch: keeps the workspace.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
+            early: see ``page_attention``.
 
         Returns:
             [slots, num_query_heads, head_dim].
@@ -94,7 +99,7 @@ class WindowRing:
             space = batch.space(SplitSpace.make, *sizes, key=sizes)
         return page_attention(
             queries, kv, places.visible, places.counts, scale=shape.scale, softcap=shape.softcap,
-            sink_logit=sink_logit, space=space, unit_size=1,
+            sink_logit=sink_logit, space=space, unit_size=1, early=early,
         )  # fmt: skip
 
     def load(self, slot: int, keys: Tensor, values: Tensor, length: int) -> None:

@@ -42,7 +42,7 @@ MAX_PRODUCTS = 1 << 24  # of queries and keys, per channel, in memory at once: 6
 
 @dataclass(frozen=True)
 class CritiPrefill(Method):
-    """Blocks by the extremes of their keys and of the segment's queries, fused from layer to layer.
+    """Blocks by the extremes of their keys and of the segment's queries, averaged from layer to layer.
 
     Attributes:
         segment: prefill queries that share a selection.
@@ -116,7 +116,7 @@ class CritiPrefill(Method):
         pooled = extremes(queries, queries.shape[1]) * (shape.scale if self.scaled else 1.0)
         shares = block_shares(pooled, block_rows(pages, per_block), self.estimator)[:, 0]  # [num_kv_heads, count]
         if self.fusion:
-            shares = fused(shares, reader.from_below(), self.weight)
+            shares = averaged(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
         chosen = Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
         return replace(chosen, extra=self._rest(shape, queries, chosen, candidates, reader)) if self.rest else chosen
@@ -133,7 +133,7 @@ class CritiPrefill(Method):
         visible = choices.counts.on(queries.device)[:, 0]
         shares = block_shares(pooled, block_rows(pages, per_block), self.estimator, visible)
         if self.fusion:
-            shares = fused(shares, reader.from_below(), self.weight)
+            shares = averaged(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
         return best_of_segments(shares.transpose(0, 1), requests)
 
@@ -198,8 +198,8 @@ def block_shares(pooled: Tensor, rows: Tensor, estimator: Estimator, visible: Te
     return _softmax(logits.mean(1), hidden)
 
 
-def fused(shares: Tensor, below: Tensor | None, weight: float) -> Tensor:
-    """Average shares with the fused shares of the layer below."""
+def averaged(shares: Tensor, below: Tensor | None, weight: float) -> Tensor:
+    """Average shares with the averages of the layer below."""
     return shares if below is None else weight * shares + (1 - weight) * below.to(shares.device)
 
 

@@ -42,6 +42,7 @@ class LayerWeights:
     gates_heads: bool = False  # a gate follows each query head, of what it attends
     net: DeltaNet | None = None  # in place of attention; ``qkv`` gives the inputs of ``kernels.delta_step``
     ba: Projection | None = None  # the last of these, where they are not in ``qkv``
+    sinks: Tensor | None = None  # float32 [num_query_heads], logits of attention besides those of tokens (gpt-oss)
 
     @classmethod
     def of(cls, layer: Any, gelu: bool, ropes: Sequence[str]) -> LayerWeights:
@@ -54,7 +55,7 @@ class LayerWeights:
             getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         ))  # fmt: skip
         # Gemma: "post" norms are of what is added then, not of what the MLP reads
-        adds_normalised = hasattr(layer, "pre_feedforward_layernorm")
+        adds_normalised, sinks = hasattr(layer, "pre_feedforward_layernorm"), getattr(attention, "sinks", None)
         before_mlp = layer.pre_feedforward_layernorm if adds_normalised else layer.post_attention_layernorm
         return cls(
             Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -70,6 +71,7 @@ class LayerWeights:
             getattr(attention, "sliding_window", None),
             ropes.index(attention.layer_type) if ropes[0] else 0,
             attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+            sinks=None if sinks is None else sinks.data.float(),
         )
 
     @classmethod
@@ -191,7 +193,9 @@ class Decoder:
             places = places.expand(3, 1, -1)  # time, height and width: one number of a text
         of_each = [self._rotary(self.norm[0], places, *([kind] if kind else [])) for kind in self._ropes]
         if len(of_each) == 1:
-            return of_each[0]
+            cos, sin = of_each[0]
+            repeats = self.rotary_dim // cos.shape[-1]  # 2 where one half has the angles of both (gpt-oss)
+            return cos.repeat(1, 1, repeats), sin.repeat(1, 1, repeats)
         cos, sin = zip(*of_each)
         return torch.cat(cos), torch.cat(sin)
 

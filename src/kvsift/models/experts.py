@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.rms_norm import rms_norm
-from kvsift.kernels.routed_experts import ExpertStacks, routed_experts, takes_stack
+from kvsift.kernels.routed_experts import Clamps, ExpertStacks, routed_experts, takes_stack
 from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight
 from kvsift.models.packed_linear import PackedExperts
 from kvsift.models.projection import GatedMLP, Norm, Projection, whole_of
@@ -24,7 +24,7 @@ PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)} 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts and their router, as Qwen3-MoE, Mixtral and GLM-4.5 have them.
+    """Experts and their router, as Qwen3-MoE, Mixtral, GLM-4.5 and gpt-oss have them.
 
     Attributes:
         router: gives a logit of each expert.
@@ -33,8 +33,8 @@ class Experts:
         bias: float32 [experts], added to the weights of experts for the choice alone (GLM-4.5), or None.
         shared: what all tokens get besides (GLM-4.5), or None.
         shared_gate: gives a logit, by whose sigmoid that is multiplied (Qwen3-Next), or None.
-        stacks: the weights on a GPU, or in 8-bit floats, with those of ``shared`` at their ends, which is None then:
-            only the few rows of a ``step`` are multiplied.
+        stacks: the weights on a GPU, in 8-bit floats, or with biases, with those of ``shared`` at their ends, which is
+            None then: only the few rows of a ``step`` are multiplied.
     """
 
     router: Projection
@@ -50,9 +50,12 @@ class Experts:
     def of(cls, block: Any) -> Experts:
         """Return those of a block of transformers. Weights of a shared expert and its gate are moved behind the others
         where they are stacked; the block's own parameters become views of them."""
-        router, experts = block.gate, block.experts
+        experts, has_bias = block.experts, hasattr(block.experts, "gate_up_proj_bias")
+        router = block.router if has_bias else block.gate
+        if getattr(experts, "is_transposed", False):
+            _lay_by_output(experts)
         stacks = [] if isinstance(experts, PackedExperts) else [stack_of(experts, name) for name in STACKS]
-        is_stacked = any(isinstance(stack, ScaledStack) or stack.is_cuda for stack in stacks)
+        is_stacked = has_bias or any(isinstance(stack, ScaledStack) or stack.is_cuda for stack in stacks)
         if is_stacked:
             gate_up, down = ([_flat(stack)] for stack in stacks)
         elif isinstance(experts, PackedExperts):
@@ -74,7 +77,9 @@ class Experts:
         if gate is not None:
             logits = _joined(router.weight, [gate.weight])
         first, second = stacks if shared is None else [_with_shared(experts, shared, name) for name in STACKS]
-        every = ExpertStacks(logits, first, second, routing, bias, shared is not None, gate is not None)
+        every = ExpertStacks(
+            logits, first, second, routing, bias, shared is not None, gate is not None, *_biases(router, experts)
+        )
         return cls(Projection((), logits), *products, routing, bias, stacks=every)
 
     @property
@@ -111,7 +116,30 @@ class Experts:
 def stack_of(experts: Any, name: str) -> Tensor | ScaledStack:
     """Return the weights [experts, out, in] of a module of experts."""
     weight = getattr(experts, name)
-    return weight.weight if isinstance(weight, ScaledExperts) else weight.data
+    if isinstance(weight, ScaledExperts):
+        return weight.weight
+    data: Tensor = weight.data
+    return data.mT if getattr(experts, "is_transposed", False) else data
+
+
+def _lay_by_output(experts: Any) -> None:
+    """Let the weights of a module that has them as [experts, in, out] lie as [experts, out, in] in the same memory,
+    which the module's own parameters become views of."""
+    for name in STACKS:
+        parameter = getattr(experts, name)
+        if isinstance(parameter, ScaledExperts) or parameter.stride(1) == 1:
+            continue
+        for matrix in parameter.data:
+            matrix.view(-1).copy_(matrix.t().flatten())
+        parameter.data = parameter.data.view(parameter.mT.shape).mT
+
+
+def _biases(router: Any, experts: Any) -> tuple[Tensor, Tensor, Tensor, Clamps] | tuple[()]:
+    """The last arguments of ``ExpertStacks``, of gpt-oss alone."""
+    if not hasattr(experts, "gate_up_proj_bias"):
+        return ()
+    clamps = Clamps(float(experts.alpha), float(experts.limit))
+    return router.bias.data, experts.gate_up_proj_bias.data, experts.down_proj_bias.data, clamps
 
 
 def not_stacked(block: Any, dtype: torch.dtype) -> str | None:

@@ -1,5 +1,5 @@
 """A decode step of a decoder of Llama's shape, in a handful of launches per layer and without the host. Layers may be
-gated delta nets.
+gated delta nets, or attend a window.
 
 The weights are those of the transformers model. Everything that changes from step to step is on the device, so the
 step can be captured in a CUDA graph; transformers' own modules (``path="composed"``) are the specification.
@@ -8,6 +8,7 @@ step can be captured in a CUDA graph; transformers' own modules (``path="compose
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,13 @@ from kvsift.models.decoder import Decoder, LayerWeights
 from kvsift.models.experts import not_stacked
 from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.slot_states import SlotStates
-from kvsift.types import Objections
+from kvsift.types import LayerShape, Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-ROUTED_TYPES = ("glm4_moe", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # with experts
+ROUTED_TYPES = ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # with experts
 HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta nets
+WINDOW_TYPES = ("gpt_oss",)  # with sliding windows, and sinks
+OTHER_LAYERS = dict.fromkeys(HYBRID_TYPES, "linear_attention") | dict.fromkeys(WINDOW_TYPES, "sliding_attention")
 MOST_DIM = 128  # of a head of these: a state is in the registers of one program
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
 
@@ -44,12 +47,13 @@ class FusedStep(Decoder):
          "{it.__class__.__name__} is none of the architectures whose steps are fused"),
         (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
          "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
-        (lambda model: _layer_types(model) - {"full_attention", *(
-            ("linear_attention",) if model.config.model_type in HYBRID_TYPES else ()
-        )} or "full_attention" not in _layer_types(model)
-         or (model.config.model_type in ("mistral", *ROUTED_TYPES)
+        (lambda model: _layer_types(model) - {"full_attention", OTHER_LAYERS.get(model.config.model_type)}
+         or "full_attention" not in _layer_types(model)
+         or (model.config.model_type in {"mistral", *ROUTED_TYPES} - {*WINDOW_TYPES}
              and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: (dtype := model.model.norm.weight.dtype) != model.dtype and dtype,
+         "its norms are {found}, and its other weights {it.dtype}"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
         (lambda model: (most := max(getattr(model.config, f"linear_{kind}_head_dim", 0) for kind in ("key", "value")))
@@ -66,7 +70,7 @@ class FusedStep(Decoder):
          "the experts of {it.__class__.__name__} multiply many rows by grouped products of transformers"),
     )  # fmt: skip
     one_by_one: ClassVar[Objections] = (  # to fusing passes over several tokens of a sequence
-        (lambda model: model.config.model_type in HYBRID_TYPES,
+        (lambda model: model.config.model_type in OTHER_LAYERS,
          "{it.__class__.__name__} has layers whose states take one token at a time"),
     )  # fmt: skip
     writes_states = True
@@ -75,6 +79,7 @@ class FusedStep(Decoder):
         super().__init__(model)
         if self.device.type == "cuda" and model.config.model_type in ROUTED_TYPES:
             take_experts(model)  # prompts, and steps that are not captured
+        self.shape = LayerShape(-1, self.num_query_heads, self.num_kv_heads, self.head_dim, self.scale)  # with a window
         self.pdl = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     @torch.inference_mode()
@@ -94,7 +99,7 @@ class FusedStep(Decoder):
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; ``angles`` is [positions, 2, rotary_dim]."""
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, rotary_dim]
-        steady = batch.block > 0
+        steady, windows = batch.block > 0, states.windows(batch)
         x = self.embed(tokens)  # [batch, hidden]
         paged = iter(zip(attention, summaries, strict=True))
         for index, layer in enumerate(self.layers):
@@ -103,15 +108,23 @@ class FusedStep(Decoder):
             if layer.net is not None:
                 heads = self._feed_states(layer, x, qkv, states, index, steady)
             else:
-                attend, pools = next(paged)
-                queries = qkv_rotary_append(
-                    qkv, cos, sin, attend.kv, {kind: pool for kind, pool in pools.items() if kind not in SKETCHES},
-                    num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
-                    norm_eps=layer.head_eps, norm_offset=self.norm_offset, gated=layer.gates_heads, pdl=self.pdl,
+                append = partial(
+                    qkv_rotary_append, qkv, cos, sin, num_query_heads=self.num_query_heads, q_norm=layer.q_norm,
+                    k_norm=layer.k_norm, norm_eps=layer.head_eps, norm_offset=self.norm_offset,
+                    gated=layer.gates_heads, pdl=self.pdl,
                 )  # fmt: skip
-                if watched is not None:
-                    watched.append(queries)
-                attended, behind_one = attend.attend(queries, mode, early=self.pdl), self.pdl and mode != "mixed"
+                if layer.window is not None:
+                    ring, places = windows[index]
+                    queries = append(kv=ring.newest(places), summaries={})
+                    attended = ring.attend(self.shape, queries, places, batch, layer.sinks, early=self.pdl)
+                else:
+                    attend, pools = next(paged)
+                    rows = {kind: pool for kind, pool in pools.items() if kind not in SKETCHES}
+                    queries = append(kv=attend.kv, summaries=rows)
+                    if watched is not None:
+                        watched.append(queries)
+                    attend.sink_logit = layer.sinks
+                    attended, behind_one = attend.attend(queries, mode, early=self.pdl), self.pdl and mode != "mixed"
                 if layer.gates_heads:
                     of_heads = qkv[:, : 2 * attended[0].numel()].unflatten(1, (len(attended[0]), 2, -1))
                     heads, behind_one = gate_heads(attended, of_heads[:, :, 1], pdl=behind_one), self.pdl

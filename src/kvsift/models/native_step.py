@@ -1,7 +1,7 @@
 """A decode step on a CPU as one call of the compiled core, from the embedding to the logits (csrc/step.hpp), and a
 verification of drafts.
 
-``FusedModel`` composes the same step of calls for each product, rotation and attention, and is its specification: the
+``ForwardPass`` composes the same step of calls for each product, rotation and attention, and is its specification: the
 core runs the same functions in both, so that logits, keys, summaries and selections have the same bits. What the step
 does not take, by ``NativeStep.of_weights``, ``of_caches`` and ``of_rules``, stays composed.
 """

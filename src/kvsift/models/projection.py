@@ -1,4 +1,4 @@
-"""Linear layers of the same input, fused into one: their weights share one storage and take one launch."""
+"""Linear layers of the same input, joined into one: their weights share one storage and take one launch."""
 
 from __future__ import annotations
 

@@ -26,9 +26,12 @@ Held = ScaledWeight | ScaledStack | Int4Weight | PackedMatrix | PackedStack
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"  # parameters of transformers' modules of experts
 
 
+def _keeps_mxfp4(device: torch.device, dtype: torch.dtype) -> bool:
+    return HAVE_TRITON and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
 def _keeps_int4(device: torch.device, dtype: torch.dtype) -> bool:
-    on_gpu = HAVE_TRITON and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return on_gpu or can_stay_packed(device, dtype)
+    return _keeps_mxfp4(device, dtype) or can_stay_packed(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Format:
 ON_CPU = "CPUs with the compiled core, in bfloat16 or float32"
 FORMATS = {
     "fp8": Format(8, 8, keeps_fp8, "NVIDIA GPUs of compute capability 8.9 or higher, in bfloat16 or float16"),
+    "mxfp4": Format(4, 4.25, _keeps_mxfp4, "NVIDIA GPUs, in bfloat16 or float16"),
     "int8": Format(8, 9, can_stay_packed, ON_CPU),
     "int4": Format(4, 5, _keeps_int4, f"NVIDIA GPUs, in bfloat16 or float16, and on {ON_CPU}"),
 }

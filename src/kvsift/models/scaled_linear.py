@@ -1,5 +1,5 @@
 """Linear layers whose weights stay in 8-bit floats or in 4 bits on a GPU, in the places of ``nn.Linear``, and experts
-in 8-bit floats."""
+in floats of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsift.kernels.float4_stack import Float4Stack
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.linear import linear
 from kvsift.kernels.scaled_weight import FP8, ScaledStack, ScaledWeight
@@ -97,11 +98,11 @@ class Int4Linear(_WeightLinear):
 
 
 class ScaledExperts(_WithScales):
-    """Weights of experts in 8-bit floats, in the place of a parameter of transformers' modules of experts; their
-    products are ``models.hf.experts``.
+    """Weights of experts in floats of 8 or 4 bits, in the place of a parameter of transformers' modules of experts;
+    their products are ``models.hf.experts``.
 
     Attributes:
-        values: uint8 [experts, out, in], see ``ScaledLinear``.
+        values: uint8, see ``ScaledLinear`` and ``Float4Stack``.
         scales, outs, ins: see ``ScaledStack``.
     """
 
@@ -115,4 +116,6 @@ class ScaledExperts(_WithScales):
     @property
     def weight(self) -> ScaledStack:
         """The weights, which share the memory of the buffers."""
+        if self.scales.dtype == torch.uint8:
+            return Float4Stack(self.values, self.scales, self.outs, self.ins)
         return ScaledStack(self.values.view(FP8), self.scales, self.outs, self.ins)

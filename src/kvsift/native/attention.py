@@ -16,15 +16,9 @@ SHARE_TOKENS = 16  # of a page of shares
 
 
 def attend_dense(
-    queries: Tensor,
-    keys: HeadRows,
-    values: HeadRows,
-    scale: float,
-    softcap: float | None = None,
-    *,
-    threads: int | None = None,
-    shares: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None, *,
+    threads: int | None = None, shares: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of consecutive tokens, the last of which sees all keys -> (output as queries, lse float32).
 
     queries [num_query_heads, num_tokens, head_dim], or of one token without that dimension; keys, values
@@ -54,17 +48,9 @@ def attend_dense(
 
 
 def attend_units(
-    queries: Tensor,
-    keys: HeadRows,
-    values: HeadRows,
-    units: Tensor,
-    unit_size: int,
-    spans: Sequence[tuple[int, int]],
-    scale: float,
-    softcap: float | None = None,
-    *,
-    threads: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: HeadRows, values: HeadRows, units: Tensor, unit_size: int, spans: Sequence[tuple[int, int]],
+    scale: float, softcap: float | None = None, *, threads: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention over the tokens of units and of spans; arguments and result as of ``attend_dense``.
 
     units int64 [num_lists, capacity], num_lists 1, num_kv_heads or num_query_heads, padded with -1; unit u is the

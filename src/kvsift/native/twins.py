@@ -33,15 +33,9 @@ def attend_dense(
 
 
 def attend_units(
-    queries: Tensor,
-    keys: HeadRows,
-    values: HeadRows,
-    units: Tensor,
-    unit_size: int,
-    spans: Sequence[tuple[int, int]],
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: HeadRows, values: HeadRows, units: Tensor, unit_size: int, spans: Sequence[tuple[int, int]],
+    scale: float, softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Twin of native.attend_units."""
     n = keys.shape[1]
     visible = torch.zeros(units.shape[0], n, dtype=torch.int64)  # times that a list holds a token

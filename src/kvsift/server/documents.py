@@ -32,10 +32,7 @@ class Documents:
     """
 
     def __init__(
-        self,
-        send: Callable[[dict[str, Any]], bool],
-        files: DocumentFiles | None = None,
-        salts: Sequence[str] = ("",),
+        self, send: Callable[[dict[str, Any]], bool], files: DocumentFiles | None = None, salts: Sequence[str] = ("",)
     ) -> None:
         self._send, self._files = send, files
         self._documents: dict[str, ServedDocument] = {}

@@ -161,11 +161,6 @@ class PageTable:
         """The most pages that a sequence owns or has reserved."""
         return max((row.num_reserved for row in self.rows), default=0)
 
-    @property
-    def num_reserved(self) -> int:
-        """Pages that sequences own or have reserved; shared ones count for each sequence."""
-        return sum(row.num_reserved for row in self.rows)
-
     def run_start(self, row: int, first: int = 0, stop: int | None = None) -> int | None:
         """Page in the pool of a sequence's page ``first`` if the pages from there to ``stop`` are consecutive, else
         None."""

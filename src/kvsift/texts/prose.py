@@ -83,13 +83,7 @@ def haystack(rng: random.Random) -> Iterator[str]:
     return noise(rng) if rng.random() < 0.25 else prose(rng)
 
 
-def document(
-    facts: Sequence[str],
-    depths: Sequence[float],
-    num_tokens: int,
-    count_tokens: Callable[[str], int],
-    seed: int = 0,
-) -> str:
+def document(facts: Sequence[str], depths: Sequence[float], num_tokens: int, count_tokens: Callable[[str], int]) -> str:
     """Return an English document of at least ``num_tokens`` tokens with each fact at its depth.
 
     Args:
@@ -102,7 +96,7 @@ def document(
         raise ValueError(f"document needs one depth between 0 and 1 per fact; got {len(facts)} facts, depths {depths}")
     pending = sorted(zip(depths, facts), reverse=True)
     pieces: list[str] = []
-    length, source = 0, prose(random.Random(seed))
+    length, source = 0, prose(random.Random(0))
     while length < num_tokens or pending:
         is_due = bool(pending) and length >= pending[-1][0] * num_tokens
         pieces.append(" " + pending.pop()[1].strip() if is_due and pieces else next(source))

@@ -31,7 +31,7 @@ from kvsift import LLM, native
 from kvsift.kernels.int4_weight import Int4Weight
 from kvsift.kernels.scaled_weight import FP8
 from kvsift.models import quantized
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.models.packed_linear import PackedLinear
@@ -123,12 +123,12 @@ def test_whole_numbers_stay_packed_on_a_cpu(name: str, tmp_path: Path, caplog: p
             x = torch.randn(5, module.in_features)
             expected = x @ exact.T + weights.get(f"{name}.bias", torch.zeros(1))
             assert (module(x) - expected).norm() < 0.008 * expected.norm()
-    native_steps, composed = (FusedModel(FusedStep(model)) for _ in range(2))
+    native_steps, composed = (ForwardPass(FusedStep(model)) for _ in range(2))
     assert native_steps.native is not None
     composed.native = None
     caches = [filled(model, "dense", 50) for _ in range(2)]
     found, expected = (
-        torch.stack(generated(fused, [cache], 4)) for fused, cache in zip((native_steps, composed), caches)
+        torch.stack(generated(each, [cache], 4)) for each, cache in zip((native_steps, composed), caches)
     )
     assert torch.equal(found, expected)
 

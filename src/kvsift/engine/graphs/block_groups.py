@@ -237,10 +237,7 @@ class BlockGroup(Group[SequenceBlocks]):
         return [chosen[self._place(seq)][: 1 + len(each)] for seq, each in zip(seqs, proposed)]
 
     def _after(
-        self,
-        seqs: Sequence[EngineSequence],
-        proposed: Sequence[Sequence[int]],
-        following: Sequence[Sequence[int]],
+        self, seqs: Sequence[EngineSequence], proposed: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
     ) -> list[SequencePlace]:
         """The places of sequences after a verification, if they go on."""
         places = []

@@ -17,7 +17,7 @@ from kvsift.engine.graphs.feeds import Assignment
 from kvsift.engine.graphs.slots import Slots, on_device, warm_up
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import StepMode
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Plan, Rule
@@ -134,7 +134,7 @@ class HostCrossover:
         self._lock = Lock()
         self._known: dict[str, tuple[int | None, int]] = {}  # the crossover, if it was found, and tokens decided about
 
-    def of(self, rule: Rule, length: int, model: FusedModel) -> int:
+    def of(self, rule: Rule, length: int, model: ForwardPass) -> int:
         """The length below which a context is to be decoded densely, for a request of ``length`` tokens in all."""
         with self._lock:
             least = max(LEAST, 2 * rule.budget.limit(2 * LEAST))
@@ -148,7 +148,7 @@ class HostCrossover:
                     log.info("sparse decode steps are faster from %d tokens on under %s", found, rule)
             return decided + 1 if found is None else found
 
-    def _times(self, rule: Rule, lengths: tuple[int, int], model: FusedModel) -> dict[int, tuple[float, float]]:
+    def _times(self, rule: Rule, lengths: tuple[int, int], model: ForwardPass) -> dict[int, tuple[float, float]]:
         """Seconds of a dense and of a sparse step at each length, over one cache."""
         never = replace(rule, budget=replace(rule.budget, min_context=NEVER))
         cache, times = self._new_cache(Plan(None, rule), lengths[1]), {}
@@ -158,7 +158,7 @@ class HostCrossover:
         return times
 
 
-def _seconds_in_turns(model: FusedModel, cache: SparseCache, plans: tuple[Plan, Plan]) -> tuple[float, float]:
+def _seconds_in_turns(model: ForwardPass, cache: SparseCache, plans: tuple[Plan, Plan]) -> tuple[float, float]:
     """Seconds of a step under each of two plans: the fastest of some, which take turns."""
     token, started, rounds = torch.zeros(1, dtype=torch.int64), perf_counter(), list[list[float]]()
     while len(rounds) < 3 or (len(rounds) <= ROUNDS and perf_counter() - started < MOST_S):

@@ -1,4 +1,4 @@
-"""The fast path of one model: whether decode steps are captured, and the fused prefill."""
+"""The fast path of one model: whether decode steps are captured, and the forward pass of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.captured_step import NO_STEP, Step
 from kvsift.models.decoder import Decoder
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.forward_step import TransformersStep, kind_of_step
 from kvsift.models.hf.generation_config import FILE, GenerationSettings
@@ -40,7 +40,7 @@ CAPTURED_TOKENS = 32  # from so many on a step is captured for them: capturing t
 
 
 class FastPath:
-    """Captured decode steps and fused prefill of one model.
+    """Captured decode steps and forward pass of one model.
 
     Args:
         device: device of the model.
@@ -77,7 +77,7 @@ class FastPath:
         self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step and the trial
         self._step: FusedStep | None = None
-        self._fused: FusedModel | None = None
+        self._forward_pass: ForwardPass | None = None
         self._model_reason: str | None = None  # why no step of the model is captured; "" if none
         self._crossovers: dict[object, int] = {}
         self._logged: set[str] = set()
@@ -135,15 +135,15 @@ class FastPath:
             return FusedStep.objections + FusedStep.few_rows + FusedStep.one_by_one
         return Decoder.objections
 
-    def fused(self, model: Any) -> FusedModel | None:
-        """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
+    def forward_pass(self, model: Any) -> ForwardPass | None:
+        """The forward pass of prompt chunks, and on a CPU of generated tokens; None: that of transformers."""
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
-            if self._fused is None and reason(model, self.not_fused, NO_STEP) is None:
+            if self._forward_pass is None and reason(model, self.not_fused, NO_STEP) is None:
                 is_captured = reason(model, FusedStep.objections) is None
-                self._fused = FusedModel(self._fused_step(model) if is_captured else Decoder(model))
-            return self._fused
+                self._forward_pass = ForwardPass(self._fused_step(model) if is_captured else Decoder(model))
+            return self._forward_pass
 
     def for_tokens(self, model: Any, caches: Sequence[SparseCache], number: int) -> Slots:
         """Return slots for sequences of one plan, pool and rotation, and so many more tokens of each; for few, no step

@@ -279,7 +279,8 @@ class SequenceGroup(Group[CapturedSequence]):
                 slots.prepare(self._kind(members, running, step))
         slots.assign([_assignment(member) for member in members], steps)
         self._by_slot, self._number, self._moves = list(members), 0, False
-        self._buffers = [_host_buffer(slots.results) for _ in range(LAUNCHED_AHEAD + 1)]
+        shape, dtype, pinned = slots.results.shape, slots.results.dtype, slots.results.is_cuda
+        self._buffers = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _ in range(LAUNCHED_AHEAD + 1)]
         seconds = perf_counter() - started
         self.setup_s += seconds
         self._pause(seconds)
@@ -403,10 +404,6 @@ def _assignment(member: CapturedSequence) -> Assignment:
         member.cache,
         member.constraint,
     )  # fmt: skip
-
-
-def _host_buffer(results: Tensor) -> Tensor:
-    return torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)
 
 
 def _is_constrained(member: CapturedSequence) -> bool:

@@ -54,7 +54,6 @@ class ExactDecoder:
         ids: tokens of the prompt.
         pace: decides how much is proposed.
         drafts: let the plan draft.
-        repeats: propose what followed the same text before.
         learns: the plan learns from verifications, which then take longer than dense steps.
 
     Attributes:
@@ -65,23 +64,19 @@ class ExactDecoder:
         report: what was done so far.
     """
 
-    def __init__(
-        self, ids: Sequence[int], pace: Pace, drafts: bool = True, repeats: bool = True, learns: bool = False
-    ) -> None:
+    def __init__(self, ids: Sequence[int], pace: Pace, drafts: bool = True, learns: bool = False) -> None:
         self.pace, self.drafts, self.is_paused, self._learns = pace, drafts, False, learns
-        self._repeats = Repeats(ids) if repeats else None
+        self._repeats = Repeats(ids)
         self._is_known = False  # the last token is among ``_repeats``
         self.report = ExactReport()
 
     def propose(self, token: int, most: int, is_ahead: bool) -> Proposal:
         """Decide what is verified with the last token that was chosen: ``most`` tokens after it, none if the step that
         feeds it alone is on its way."""
-        length, repeated = 0, list[int]()
-        if self._repeats is not None:
-            if not self._is_known:  # else the step after its proposal has failed, and is taken again
-                self._repeats.extend([token])
-            self._is_known = True
-            length, repeated = self._repeats.find(most)
+        if not self._is_known:  # else the step after its proposal has failed, and is taken again
+            self._repeats.extend([token])
+        self._is_known = True
+        length, repeated = self._repeats.find(most)
         choice = self.pace.choose(length, len(repeated), max(most, 0) if self.drafts and not is_ahead else 0)
         known = self.pace.measured
         self.is_paused = not choice.tokens and (not self.drafts or known.left > 0 or known.is_due)
@@ -109,6 +104,5 @@ class ExactDecoder:
         report.verified[proposed] += 1
         report.verify_s += verify_s
         report.is_paused = pace.measured.is_paused
-        if self._repeats is not None:
-            self._repeats.extend(proposal.tokens[:accepted])
-            self._is_known = False
+        self._repeats.extend(proposal.tokens[:accepted])
+        self._is_known = False

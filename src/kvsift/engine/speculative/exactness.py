@@ -30,11 +30,11 @@ EXACT_PLACES: Objections = (
     (lambda case: case.runner.fast_path.is_composed,
      "path='composed' has no pass that verifies drafts. Leave path out."),
     (lambda case: not case.runner.fast_path.enabled
-     and (fused := case.runner.fast_path.fused(case.runner.model)) and not fused.joins,
+     and (own := case.runner.fast_path.forward_pass(case.runner.model)) and not own.joins,
      "verification needs the compiled core (see kvsift doctor), which multiplies bfloat16 and float32. This is "
      "{it.runner.model.__class__.__name__} in {it.runner.dtype}. Leave exact out, with plan='dense'."),
     (lambda case: not case.runner.fast_path.enabled and case.runner.dtype != torch.float32
-     and case.runner.fast_path.fused(case.runner.model) is None,
+     and case.runner.fast_path.forward_pass(case.runner.model) is None,
      "the modules of {it.runner.model.__class__.__name__} round a pass of several tokens otherwise than single ones, "
      "which only float32 makes small enough. Give dtype=float32, or leave exact out, with plan='dense'."),
 )  # fmt: skip

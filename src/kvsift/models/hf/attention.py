@@ -117,17 +117,10 @@ def check_gradients(tensor: Tensor) -> None:
 
 @torch.compiler.disable  # or it would be compiled anew for every length
 def attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    module: torch.nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend as the implementation "kvsift": sparsely for kvsift's cache layers, densely for everything else."""
     check_gradients(query)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)

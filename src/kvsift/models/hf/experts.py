@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from kvsift.kernels.expert_linear import expert_linear
+from kvsift.kernels.float4_stack import Float4Stack
+from kvsift.kernels.routed_experts import expert_products
+from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.models.scaled_linear import ScaledExperts
 
 NAME, REPLACED = "kvsift", "grouped_mm"
@@ -17,7 +20,7 @@ MOST_PAIRS = 512  # of a row and an expert: with more, an expert has many rows, 
 
 def take_experts(model: Any) -> None:
     """Let the experts of a model run by ``experts_forward``, if they can and no other way was asked for, or none other
-    multiplies their 8-bit floats."""
+    multiplies their floats of few bits."""
     can = model.config._experts_implementation == REPLACED and not getattr(model, "is_quantized", False)
     if can or any(isinstance(module, ScaledExperts) for module in model.modules()):
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
@@ -44,7 +47,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 
 class Expanded:
-    """A module of experts whose 8-bit floats are expanded when they are read: for many rows they are read once."""
+    """A module of experts whose floats of few bits are expanded when read: for many rows they are read once."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
@@ -61,5 +64,8 @@ def _product(experts: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     if isinstance(weight, ScaledExperts):
-        return expert_linear(x, weight.weight, ids, bias)
+        stack = weight.weight
+        if isinstance(stack, Float4Stack) and runs_on_triton(x):
+            return expert_products(x.contiguous(), ids.view(len(x), -1), stack, bias).flatten(0, 1)
+        return expert_linear(x, stack, ids, bias)
     return expert_linear(x, weight.mT if experts.is_transposed else weight, ids, bias)

@@ -123,10 +123,10 @@ class SparseLayer(AttendingLayer):
             )
         return self.attention.attend_again(queries)
 
-    def attend_fused(
+    def attend_new(
         self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int, scale: float, softcap: float | None
     ) -> Tensor:
-        """As ``update`` and ``attend`` of a fused pass, whose tokens are all real; the last ones are generated.
+        """As ``update`` and ``attend`` of a ``ForwardPass``, whose tokens are all real; the last ones are generated.
 
         queries [batch, num_query_heads, num_new, head_dim] -> the same shape; keys, values [batch, num_kv_heads,
         num_new, head_dim]; scale, softcap: of ``LayerShape``.

@@ -50,6 +50,7 @@ from kvsift.gguf_file import PART, GgufFile, is_gguf
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
 from kvsift.models.hf.experts import take_experts
+from kvsift.models.hf.float4_checkpoint import checkpoint_of
 from kvsift.models.hf.generation_config import FILE as GENERATION
 from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
@@ -153,7 +154,7 @@ class ModelDirectory:
                 ) from error
             raise UnreadableFile(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
-        stored = QuantizedCheckpoint.of(config, weights, directory / "config.json")
+        stored = checkpoint_of(config, weights, directory / "config.json")
         is_quantised = stored is None and getattr(config, "quantization_config", None) is not None
         checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, stored=stored)
         checked._require_layers()

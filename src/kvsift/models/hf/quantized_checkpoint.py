@@ -18,13 +18,13 @@ from kvsift.errors import DamagedFile, WrongFile
 from kvsift.kernels.scaled_weight import ScaledStack, ScaledWeight
 from kvsift.models.fused_step import MODEL_TYPES
 from kvsift.models.hf.late_weight import LateWeight
-from kvsift.models.hf.quantized_formats import Block, StoredFormat
+from kvsift.models.hf.quantized_formats import Block, Shape, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held
 
 log = logging.getLogger("kvsift")
 LINEAR_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # whose weights are read in any format
-# with experts, which are read in 8-bit floats
-EXPERT_TYPES = "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
+# with experts, which are read in 8-bit floats; those of gpt-oss in MXFP4 (``float4_checkpoint``)
+EXPERT_TYPES = "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
 DECODER, OTHERS = "model.language_model.", ("model.visual.", "mtp.")  # in the files of models that also see
 EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
@@ -61,13 +61,7 @@ class QuantizedCheckpoint:
             return None
         stored = replace(stored, kept=tuple(map(_own_name, stored.kept)))
         names = stored.names
-        if any(file.suffix != ".safetensors" for file in files):
-            raise WrongFile(f"{config_file.parent} has {stored.in_words}, which are read from *.safetensors alone.")
-        entries: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                slices = ((name, opened.get_slice(stored)) for name, stored in _own_names(opened))
-                entries |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
+        entries = entries_of(files, config_file, stored)
         layers = stored.layers(entries)
         blocks = {layer: stored.check(layer, entries, config_file) for layer in layers}
         lone = sorted(name for name in entries if name.endswith(f".{names.scales}")
@@ -127,7 +121,8 @@ class QuantizedCheckpoint:
         of_experts = {layer for own in experts.values() for layers in own for layer in layers}
         for name, own in experts.items():
             sizes = len(own), sum(self.shapes[layer][0] for layer in own[0]), self.shapes[own[0][0]][1]
-            stack = self._stack(own, device) if stays else None
+            scaled = ([self._scaled(layer, device) for layer in layers] for layers in own)
+            stack = ScaledStack.joined([*scaled]) if stays else None
             found[name] = LateWeight(sizes, dtype, partial(self._expanded_experts, own, dtype), stack)
         for layer, shape in self.shapes.items():
             if layer in of_experts:
@@ -161,9 +156,6 @@ class QuantizedCheckpoint:
                 raise DamagedFile(f"the experts of {name} in {self.files[0].parent} are not all there, or not alike.")
             found[name] = layers
         return found
-
-    def _stack(self, experts: Sequence[Sequence[str]], device: torch.device) -> ScaledStack:
-        return ScaledStack.joined([[self._scaled(layer, device) for layer in own] for own in experts])
 
     def _scaled(self, layer: str, device: torch.device) -> ScaledWeight:
         weight = self._read(layer, device)
@@ -242,6 +234,18 @@ class QuantizedCheckpoint:
         """The file of each tensor, and its name there."""
         opened = self._opened.items()
         return {name: (file, stored) for file, each in opened for name, stored in _own_names(each)}
+
+
+def entries_of(files: Sequence[Path], config_file: Path, stored: StoredFormat) -> dict[str, tuple[str, Shape]]:
+    """Return dtype and shape of each tensor of files, by its name in transformers' text model (``InputError``)."""
+    if any(file.suffix != ".safetensors" for file in files):
+        raise WrongFile(f"{config_file.parent} has {stored.in_words}, which are read from *.safetensors alone.")
+    entries: dict[str, tuple[str, Shape]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            slices = ((name, opened.get_slice(stored)) for name, stored in _own_names(opened))
+            entries |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices}
+    return entries
 
 
 def _own_names(opened: Any) -> Iterator[tuple[str, str]]:

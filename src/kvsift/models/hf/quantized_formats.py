@@ -52,6 +52,7 @@ SPELLINGS = {
     "pack-quantized": Spelling(("int", (4, 8)), "weight_packed", "I32", "weight_scale"),
     "gptq": Spelling(("int", (4, 8)), "qweight", "I32", "scales", "qzeros", "g_idx", by_input=True),
     "awq": Spelling(("int", (4,)), "qweight", "I32", "scales", "qzeros", by_input=True),
+    "mxfp4": Spelling(("float", (4,)), "blocks", "U8", "scales"),
 }
 
 
@@ -119,7 +120,9 @@ class StoredFormat:
     @property
     def name(self) -> str:
         """Key of ``FORMATS``."""
-        return "fp8" if self.names.kind[0] == "float" else f"int{self.bits}"
+        if self.names.kind[0] == "float":
+            return "fp8" if self.bits == 8 else "mxfp4"
+        return f"int{self.bits}"
 
     @property
     def in_words(self) -> str:

@@ -172,14 +172,17 @@ class SlotStates:
 
     def layers(self, batch: DecodeBatch) -> dict[int, Any]:
         """Return the layers of transformers for a step of a batch, whose lengths count the new tokens."""
+        windows = {index: WindowLayer(index, *window, batch) for index, window in self.windows(batch).items()}
+        return self._dummies | {index: states.layer for index, states in self._linear.items()} | windows
+
+    def windows(self, batch: DecodeBatch) -> dict[int, tuple[WindowRing, RingPlaces]]:
+        """Return the ring of each layer with a window, and its places in a step of a batch, by index of the layer."""
         places: dict[tuple[int, ...], RingPlaces] = {}
-        windows = {}
-        for index, ring in self._rings.items():
+        for ring in self._rings.values():
             key = ring.window, ring.num_kv_heads
             if key not in places:
                 places[key] = ring.places(batch.lengths)
-            windows[index] = WindowLayer(index, ring, places[key], batch)
-        return self._dummies | {index: states.layer for index, states in self._linear.items()} | windows
+        return {index: (ring, places[ring.window, ring.num_kv_heads]) for index, ring in self._rings.items()}
 
 
 def not_taken(layers: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Fused forward pass of a decoder over new tokens of one sequence or several; their caches attend.
+"""Forward pass of a decoder over new tokens of one sequence or several; their caches attend.
 
 The transformers forward pass of an 8B model spends a third of its time on norms, rotation, residuals and gates between
 its matrix products (H200, 8K tokens: 75 of 226 ms). Weights and roundings here are the same.
@@ -30,7 +30,7 @@ FEW_TOKENS = 64  # whose logits are at hand at once
 ANGLES, MOST_BLOCKS = 256, 32  # starts whose angles are computed at once for decode, and how many of these are kept
 
 
-class FusedModel:
+class ForwardPass:
     """Forward pass of a whole model.
 
     Args:
@@ -128,7 +128,7 @@ class FusedModel:
                     queries *= scales[own].unsqueeze(1)
                 if layer.window is None:
                     of_one = queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
-                    attended = cache.layers[index].attend_fused(*of_one, decode_tokens, step.scale, step.softcap)[0]
+                    attended = cache.layers[index].attend_new(*of_one, decode_tokens, step.scale, step.softcap)[0]
                 else:
                     attended = attend_window(cache.layers[index], queries, keys, values, step.scale, step.softcap)
                 outputs.append(attended.transpose(0, 1).flatten(1))

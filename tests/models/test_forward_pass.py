@@ -8,7 +8,7 @@ from models.tiny import tiny
 
 from kvsift import native
 from kvsift.methods.base import Phase
-from kvsift.models.fused_model import FusedModel
+from kvsift.models.forward_pass import ForwardPass
 from kvsift.models.fused_step import FusedStep
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 
@@ -23,13 +23,13 @@ CHUNKS = [128, 192, 50]
 def read(model: Any, plan: str, fused: bool, phase: Phase = "prefill") -> tuple[list[torch.Tensor], SparseCache]:
     """Logits behind each chunk."""
     cache = make_cache(model, plan, probe_every=0)
-    fused_model = FusedModel(FusedStep(model)) if fused else None
+    forward_pass = ForwardPass(FusedStep(model)) if fused else None
     generator, found = torch.Generator().manual_seed(5), []
     with torch.inference_mode(), feeding(cache, phase):
         for size in CHUNKS:
             ids = torch.randint(3, model.config.vocab_size, (size,), generator=generator)
-            if fused_model is not None:
-                found.append(fused_model.prefill(ids, cache, phase))
+            if forward_pass is not None:
+                found.append(forward_pass.prefill(ids, cache, phase))
             else:
                 found.append(model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1).logits)
     return found, cache
@@ -68,28 +68,28 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
     family: str, dtype: torch.dtype
 ) -> None:
     model = tiny(family).to(dtype)
-    fused, plans = (
-        FusedModel(FusedStep(model)),
+    forward_pass, plans = (
+        ForwardPass(FusedStep(model)),
         ["dense", "quest:budget=48:window=8:page_size=8", "dense", "sketch:budget=64:window=8"],
     )
 
     def after_prompts() -> list[SparseCache]:
         caches = [make_cache(model, plan, probe_every=0) for plan in plans]
         for number, cache in enumerate(caches):
-            fused.prefill(torch.arange(3, 100 + 31 * number) % 60, cache, "prefill")
+            forward_pass.prefill(torch.arange(3, 100 + 31 * number) % 60, cache, "prefill")
         return caches
 
     alone, together = after_prompts(), after_prompts()
     tokens = torch.tensor([5, 6, 7, 8])
     for _ in range(3):
-        found = fused.decode(tokens, together)
+        found = forward_pass.decode(tokens, together)
         for number, cache in enumerate(alone):
-            assert torch.equal(fused.prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
+            assert torch.equal(forward_pass.prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
         tokens = found[:, 0].argmax(1)
-    assert fused.joins
+    assert forward_pass.joins
     assert [cache.get_seq_length() for cache in together] == [cache.get_seq_length() for cache in alone]
 
 
 def test_products_that_the_core_does_not_take_join_no_sequences() -> None:
-    assert FusedModel(FusedStep(tiny("Llama"))).joins == native.available()
-    assert not FusedModel(FusedStep(tiny("Llama").half())).joins
+    assert ForwardPass(FusedStep(tiny("Llama"))).joins == native.available()
+    assert not ForwardPass(FusedStep(tiny("Llama").half())).joins
