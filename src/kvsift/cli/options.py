@@ -73,7 +73,11 @@ ProbeOption = Annotated[
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopPOption = Annotated[
-    float, typer.Option("--top-p", help="Draw from the likeliest tokens that together have this probability.")
+    float,
+    typer.Option(
+        "--top-p",
+        help="Draw from the likeliest tokens that together have this probability, with a temperature above 0.",
+    ),
 ]
 SeedOption = Annotated[
     int, typer.Option("--seed", help="Seed of the random draws; used when the temperature is above 0.")
