@@ -23,8 +23,8 @@ from kvsift import LLM, Sampling
 from kvsift.api.answer import Answer
 from kvsift.api.document import Document
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
+from kvsift.engine.speculative.repeats import Repeats
 from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
@@ -52,8 +52,7 @@ def fixed_drafts(count: int, with_repeats: bool) -> Iterator[None]:
 
 def without_repeats() -> AbstractContextManager[Any]:
     """Drafts alone."""
-    begin = ExactDecoder.__init__
-    return patch.object(ExactDecoder, "__init__", lambda *given, **named: begin(*given, **named | {"repeats": False}))
+    return patch.object(Repeats, "find", lambda *_: (0, []))
 
 
 def without_end() -> AbstractContextManager[Any]:
