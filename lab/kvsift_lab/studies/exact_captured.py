@@ -129,7 +129,7 @@ class ImposedRows:
         ImposedRate.drawn = 997 * seed
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)
-        group = rows[0].steps
+        group = rows[0].group
         begun, setup_s, started = [len(row.output.times) for row in rows], group.setup_s, perf_counter()
         while not any(row.is_ended for row in rows):
             self._llm.loop.step()
