@@ -347,7 +347,7 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | No
         limits: float64 [3, sequences] (``Sampling.limits``); sorts the logits, and without it any token may be drawn.
 
     Returns:
-        The tokens, int64 [sequences], and the largest logits, float32 [sequences].
+        The tokens, int64 [sequences], and the largest logits, float64 [sequences].
     """
     if draws(logits):
         return draw_tokens(logits, temperature, noise, limits)
@@ -365,7 +365,7 @@ def draw_by_torch(
     noisy = scaled + gumbel(noise.unsqueeze(1), torch.arange(logits.shape[1], device=logits.device))
     if limits is not None:
         noisy.masked_fill_(_outside(logits, scaled, *limits.unsqueeze(2)), -torch.inf)
-    return torch.where(temperature > 0, likeliest(noisy)[1], greedy), best
+    return torch.where(temperature > 0, likeliest(noisy)[1], greedy), best.double()
 
 
 def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ struct Arguments {
     const i64 *noise;           // [sequences]
     const double *limits;       // [3, sequences]: top_p, top_k, min_p; or null
     i64 *tokens;                // [sequences]
-    float *best;                // [sequences], the largest logits; NaN if any is
+    double *best;               // [sequences], the largest logits; NaN if any is
     i64 row, limit_row;
     int vocabulary, share;      // logits of a member
 };

@@ -30,8 +30,9 @@ def draws(logits: Tensor) -> bool:
 
 
 def draw_tokens(
-    logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Draw a token for each sequence: see ``engine.sampling.draw``, but that NaN among the logits may give any token.
 
     Args:
@@ -39,15 +40,17 @@ def draw_tokens(
         temperature: float64 [sequences].
         noise: int64 [sequences], 0 or more.
         limits: float64 [3, sequences], or None.
+        out: what is written and returned, contiguous; by default new tensors.
     """
     sequences, vocabulary = logits.shape
-    tokens = torch.empty(sequences, dtype=torch.int64, device=logits.device)
-    best = torch.empty(sequences, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = noise.new_empty(sequences), temperature.new_empty(sequences)
     assert temperature.is_contiguous()
     assert noise.is_contiguous()
     assert limits is None or limits.stride(1) == 1
+    assert [each.dtype for each in out] == [torch.int64, torch.float64]
     share = -(-vocabulary // MEMBERS)
-    tensors = (logits, temperature, noise, limits, tokens, best)
+    tensors = (logits, temperature, noise, limits, *out)
     given = _DrawArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         logits.stride(0), 0 if limits is None else limits.stride(0), vocabulary, share,
@@ -57,4 +60,4 @@ def draw_tokens(
         ("draw_tokens.cu",), "draw_tokens", tuple(defines.items()), THREADS, SHARED_BYTES, logits.device.index or 0
     )
     kernel.launch(sequences * MEMBERS, given, shared_bytes=4 * share, cluster=MEMBERS)
-    return tokens, best
+    return out

@@ -98,6 +98,8 @@ def _rotary_append_kernel(
     KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
+    if PDL:  # attention may start at once: early it reads what is older than the product before this kernel
+        tl.extra.cuda.gdc_launch_dependents()
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
     if head >= H:  # the keys of the page are older than the kernel before, which may still be running
@@ -106,7 +108,6 @@ def _rotary_append_kernel(
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # after the wait: an early kernel may rely on all before this launch
     qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
     STEP: tl.constexpr = 2 if GATED else 1  # heads from a query to the next one
     if head < H:

@@ -30,7 +30,8 @@ def load_tile(
     LISTED: tl.constexpr,
 ):  # fmt: skip
     """Load keys and values [TILE * UNIT, DP] of the units from ``slot`` on; return their scales and which of the tokens
-    exist, too."""
+    exist, too. Values in 8 bits come in pairs, int16 [TILE * UNIT, DP / 2]: a product takes columns of 16 bits from
+    shared memory at once, and of 8 bits one by one."""
     t, d = tl.arange(0, TILE * UNIT), tl.arange(0, DP)
     slots = slot + t // UNIT
     inside = slots < last
@@ -48,14 +49,18 @@ def load_tile(
         keys_ptr + (physical * key_page + within * key_token)[:, None] + d[None, :], mask=mask, other=0.0,
         eviction_policy="evict_first",
     )  # fmt: skip
-    v = tl.load(
-        values_ptr + (physical * value_page + within * value_token)[:, None] + d[None, :], mask=mask, other=0.0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
+    v_at = values_ptr + physical * value_page + within * value_token
     k_scales, v_scales = 1.0, 1.0
     if keys_ptr.dtype.element_ty == tl.int8:
+        pair = tl.arange(0, DP // 2)
+        v = tl.load(
+            v_at.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :], mask=seen[:, None] & (pair < D // 2)[None, :],
+            other=0, eviction_policy="evict_first",
+        )  # fmt: skip
         k_scales = load_scales(keys_ptr + physical * key_page, within, seen, PAGE, D)
         v_scales = load_scales(values_ptr + physical * value_page, within, seen, PAGE, D)
+    else:
+        v = tl.load(v_at[:, None] + d[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     return k, v, k_scales, v_scales, seen
 
 
@@ -78,15 +83,16 @@ def attend_group(
         q = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
     own = tl.load(lengths_ptr + token, mask=g < G, other=1) if SIZE > 1 else g
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
-    visible, acc = 0.0, tl.zeros((GP, DP), tl.float32)
+    CODED: tl.constexpr = keys_ptr.dtype.element_ty == tl.int8
+    WIDTH: tl.constexpr = DP // 2 if CODED else DP
+    visible, acc, odd = 0.0, tl.zeros((GP, WIDTH), tl.float32), tl.zeros((GP, WIDTH), tl.float32)
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
         k, v, k_scales, v_scales, seen = load_tile(
             keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
             D, DP, PAGE, UNIT, TILE, LISTED,
         )  # fmt: skip
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if keys_ptr.dtype.element_ty == tl.int8:
+        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        if CODED:
             logits *= k_scales[None, :]
         logits = capped(logits, softcap, CAPPED)
         logits = tl.where(seen[None, :], logits, float("-inf"))
@@ -99,11 +105,16 @@ def attend_group(
         weights = tl.exp2(logits - shift[:, None])
         shrink = tl.exp2(top - shift)
         total = total * shrink + tl.sum(weights, 1)
-        if keys_ptr.dtype.element_ty == tl.int8:
-            weights *= v_scales[None, :]
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if CODED:
+            weights = (weights * v_scales[None, :]).to(q.dtype)
+            high = (v >> 8).to(tl.int8).to(q.dtype)
+            odd = tl.dot(weights, high, odd * shrink[:, None], input_precision="ieee")
+            v = v.to(tl.int8)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         visible += tl.sum(seen.to(tl.float32), 0)
         top = new
+    if CODED:
+        acc = tl.reshape(tl.join(acc, odd), (GP, DP))
     tl.store(part_ptr + g[:, None] * D + d[None, :], acc, mask=mask)
     tl.store(part_ptr + G * D + g, top, mask=g < G)
     tl.store(part_ptr + G * D + G + g, total, mask=g < G)

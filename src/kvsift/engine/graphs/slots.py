@@ -30,8 +30,9 @@ from kvsift.engine.graphs.feeds import (
     uploaded,
 )
 from kvsift.engine.graphs.slot_constraints import SlotConstraints
-from kvsift.engine.sampling import NO_TOKEN, Choice, ConstrainedChooser, draw, likeliest
+from kvsift.engine.sampling import NO_TOKEN, Choice, ConstrainedChooser, draw_by_torch, likeliest
 from kvsift.kernels.block_pages import BlockPages
+from kvsift.kernels.draw_tokens import draw_tokens, draws
 from kvsift.kernels.page_summary import row_twin
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.kernels.summarise_slots import summarise_slots
@@ -389,11 +390,11 @@ class Slots:
 
     def _choose(self, choice: Choice, logits: Tensor) -> None:
         """Choose the next tokens from logits [slots, vocabulary]."""
-        temperature, limits = self._knobs[0], self._knobs[1:]
-        if choice == "greedy":
-            best, tokens = likeliest(logits)
-        else:
-            tokens, best = draw(logits, temperature, self._drawn, limits if choice == "nucleus" else None)
+        given = logits, self._knobs[0], self._drawn, self._knobs[1:] if choice == "nucleus" else None
+        if draws(logits):  # at temperature 0, too, since that is one launch
+            draw_tokens(*given, out=(self.tokens, self._best))
+            return
+        tokens, best = likeliest(logits)[::-1] if choice == "greedy" else draw_by_torch(*given)
         self.tokens.copy_(tokens)
         self._best.copy_(best)
 
