@@ -33,7 +33,8 @@ def qkv_rotary_append(
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
         norm_eps: epsilon of these norms.
         norm_offset: added to their weights, see ``rms_norm``.
-        pdl: programmatic dependent launch: may start while the kernel before still runs (Hopper and later).
+        pdl: programmatic dependent launch: may start while the kernel before still runs, and lets the one behind it
+            start beside both (Hopper and later).
 
     Returns:
         Queries [rows, num_query_heads, head_dim].
@@ -98,7 +99,7 @@ def _rotary_append_kernel(
     KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
-    if PDL:  # attention may start at once: early it reads what is older than the product before this kernel
+    if PDL:  # attention reads early what is older than the product before this kernel
         tl.extra.cuda.gdc_launch_dependents()
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
