@@ -53,7 +53,7 @@ def test_generate_says_why_it_ended(generate: Run, text: Path) -> None:
     outcome = generate("--prompt-file", text)
     assert "[cut after 8 tokens]" in outcome.err
     assert "TTFT (document cached)" not in outcome.err
-    assert generate("--prompt-file", text, "--quiet").err == ""
+    assert generate("--prompt-file", text, "--quiet").err == "[cut after 8 tokens]\n"
 
 
 def test_text_for_a_terminal_has_no_escapes_and_for_a_file_is_as_it_is(
@@ -77,6 +77,8 @@ def test_the_text_may_go_to_a_file_and_come_from_stdin(
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(text.read_bytes())))
     assert generate("--prompt-file", "-", "--out", "text.txt").out == ""
     assert Path("text.txt").read_text() == expected
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(text.read_bytes())))
+    assert generate("--prompt", "-", "--json").document["text"] == expected
     generate("--prompt-file", text, "--out", "text.json", "--json")
     assert json.loads(Path("text.json").read_text())["text"] == expected
 

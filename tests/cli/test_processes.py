@@ -74,6 +74,23 @@ def test_ctrl_c_says_what_is_safe_and_ends_with_130(model: Path, text: Path) -> 
     assert "Traceback" not in said.decode()
 
 
+def test_a_second_ctrl_c_while_the_first_ends_the_step_is_as_safe(tmp_path: Path) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("The mill by the river grinds corn. " * 2500)
+    program = [sys.executable, "-m", "kvsift", "ask", "--context", text, "--question", "Why?"]
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(program, stderr=subprocess.PIPE, preexec_fn=heeds) as process:
+        said = b""
+        while b"reading" not in said and (more := process.stderr.read1()):
+            said += more
+        for _ in range(3):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        said += process.communicate(timeout=60)[1]
+    assert process.returncode in (130, -signal.SIGINT)
+    assert b"Traceback" not in said
+
+
 INTERRUPTED = """
 import runpy, sys
 class Interrupt:

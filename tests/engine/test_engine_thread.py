@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -208,17 +209,33 @@ def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_p
     document.save(tmp_path / "document.kvsift")
 
 
-def test_a_closed_llm_refuses_and_its_answers_have_ended(llama: Path) -> None:
+def test_a_closed_llm_refuses_and_its_answers_have_ended(llama: Path, tmp_path: Path) -> None:
     with new_llm(llama) as llm:
         stream = llm.stream(text_of(100), max_new_tokens=3000)
         pieces = [next(stream)]
         count = len(engines())
     assert len(engines()) == count - 1
-    pieces += stream
-    assert len(pieces) < 3000
     with refused("unavailable"):
-        llm.generate("One.", max_new_tokens=2)
+        pieces.extend(stream)
+    assert len(pieces) < 3000
+    for ask in (partial(llm.generate, "One."), partial(llm.read, "One."), partial(llm.open, tmp_path)):
+        with refused("unavailable"):
+            ask()
     llm.close()
+
+
+def test_a_question_that_waits_for_its_turn_is_refused_when_its_llm_is_closed(llama: Path) -> None:
+    llm = new_llm(llama)
+    stream = llm.stream(text_of(100), max_new_tokens=3000)
+    next(stream)
+    llm.loop.after_step = partial(time.sleep, 0.5)
+    with ThreadPoolExecutor(1) as workers:
+        asked = workers.submit(llm.read(text_of(3000)).ask, "Which?", max_new_tokens=20)
+        time.sleep(0.1)
+        llm.close()
+        with refused("unavailable"):
+            asked.result(timeout=60)
+    stream.close()
 
 
 def test_llms_that_are_made_and_dropped_leave_no_thread_no_file_and_no_memory(llama: Path) -> None:

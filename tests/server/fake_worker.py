@@ -88,12 +88,20 @@ def main() -> None:
             connection.sendall(frames.pack(accepted))
             for index in range(message["request"]["num_samples"]):
                 is_forced = message["request"]["options"].get("grammar") is not None
-                tokens = pieces(scripted(messages, message["request"]["variables"], is_forced))
+                text = scripted(messages, message["request"]["variables"], is_forced)
+                stop = next((each for each in message["request"]["options"].get("stop") or () if each in text), None)
+                tokens = pieces(text.partition(stop)[0] if stop else text)
                 is_cut = len(tokens) > (most := message["request"]["max_tokens"] or 1000)
                 for token in tokens[:most]:
                     new = {"id": key, "index": index, "prefilled": 4, "tokens": [token]}
                     connection.sendall(frames.pack({"op": "step", "news": [new]}))
-                end = {"id": key, "index": index, "finish": "length" if is_cut else "stop", "usage": USAGE}
+                end = {
+                    "id": key,
+                    "index": index,
+                    "finish": "length" if is_cut else "stop",
+                    "stop": stop,
+                    "usage": USAGE,
+                }
                 connection.sendall(frames.pack({"op": "step", "news": [end]}))
             continue
         [prompt] = message["request"]["prompts"]

@@ -145,6 +145,15 @@ def test_anthropics_messages(client: httpx.Client) -> None:
     assert (cut["stop_reason"], cut["content"][1]["input"].keys()) == ("max_tokens", {"INVALID_JSON"})
 
 
+def test_anthropics_messages_tell_what_stopped_them(client: httpx.Client) -> None:
+    body = {"max_tokens": 100, "messages": [{"role": "user", "content": "say one two"}], "stop_sequences": ["x", "two"]}
+    answer = post(client, "/v1/messages", body)
+    assert answer["content"][0]["text"] == "one "
+    stopped = {"stop_reason": "stop_sequence", "stop_sequence": "two"}
+    assert answer.items() >= stopped.items()
+    assert typed_events(client, "/v1/messages", body)[-2]["delta"] == stopped
+
+
 def test_anthropics_events(client: httpx.Client) -> None:
     body = {"max_tokens": 100, "messages": ASKED, "tools": [{**WEATHER, "input_schema": SCHEMA}]}
     found = typed_events(client, "/v1/messages", body)

@@ -1,11 +1,13 @@
 """Bodies of requests: what is accepted, and how the rest is refused."""
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from kvsift.server.api_errors import ApiError
+from kvsift.server.messages_api import MessagesRequest
 from kvsift.server.responses_api import ResponsesRequest
 from kvsift.server.schemas import ChatRequest, CompletionRequest, ignored_fields, parse
 from kvsift.server.tool_calls import PLAIN, Dialect
@@ -76,6 +78,36 @@ def test_sampling_has_what_was_given() -> None:
     given = {"temperature": 0.5, "frequency_penalty": 1.0, "repetition_penalty": 1.2, "min_p": 0.1}
     assert chat(**given, top_k=-1).sampling == {**given, "top_k": 0}
     assert chat(logit_bias={"7": -100}, top_k=3).sampling == {"logit_bias": [[7, -100.0]], "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "asked", "fields"),
+    [
+        (ResponsesRequest, {"input": "Hello"}, {"max_tokens": 4}),
+        (ResponsesRequest, {"input": "Hello"}, {"structured_outputs": {"regex": "a"}}),
+        (MessagesRequest, {"messages": HELLO}, {"stop": ["a"]}),
+        (MessagesRequest, {"messages": HELLO}, {"seed": 0}),
+        (MessagesRequest, {"messages": HELLO}, {"n": 2}),
+        (CompletionRequest, {"prompt": "Hello"}, {"max_completion_tokens": 4}),
+        (ChatRequest, {"messages": HELLO}, {"echo": True}),
+    ],
+)
+def test_fields_of_other_routes_are_refused_where_they_would_change_the_answer(
+    schema: type[Any], asked: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ApiError, match="unknown field"):
+        list(ignored_fields(parse(schema, json.dumps({**asked, **fields}).encode())))
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "min_p": 0.0,
+        "best_of": 1,
+        "repetition_penalty": 1.0,
+        "stop": [],
+        "seed": None,
+    }
+    if schema in (ResponsesRequest, MessagesRequest):
+        assert list(ignored_fields(parse(schema, json.dumps({**asked, **neutral}).encode())))
 
 
 def test_unknown_fields_without_effect_are_ignored_by_name() -> None:

@@ -187,6 +187,7 @@ class LLM(Engine):
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
         """
+        self.loop.require_open()
         require_text(context, "context")
         if not context.strip():
             raise EmptyText("the context is empty; there is nothing to ask about.")
@@ -207,6 +208,7 @@ class LLM(Engine):
             InputError: if the file is not a whole saved document, or was read by another model, in another dtype, in
                 chunks of another size or under another rule of prefill.
         """
+        self.loop.require_open()
         with SavedDocument(checks.path_of("path", path)) as saved:
             saved.check(self, self.plan_of(plan, self.plan))
             document = self._document(saved.text, plan, progress, saved.ids)

@@ -161,7 +161,10 @@ class AnswerPrinter:
             if not self._text.text.strip():
                 self._print_head()
                 print("(nothing)", end="")
-            print("" if self._quiet else f"{cut_mark(answer)}\n", flush=True)
+            mark = cut_mark(answer)
+            print("" if self._quiet else f"{mark}\n", flush=True)
+            if self._quiet and mark:
+                print(mark.strip(), file=sys.stderr)
         self._done += 1
         if self._done < self._total:
             self._progress.answering(self._done, self._total)

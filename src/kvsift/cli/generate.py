@@ -18,7 +18,7 @@ from kvsift.errors import Conflict
 
 @o.expand
 def generate(
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue; - is stdin.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.")
     ] = None,
@@ -50,6 +50,8 @@ def generate(
         raise Conflict("give the text to continue with either --prompt or --prompt-file.")
     spec = files.read_plan(plan)
     files.require_writable(out, "--out", [prompt_file])
+    if prompt == "-":
+        prompt, prompt_file = None, "-"
     text = files.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     definition = None if schema is None else files.read_text(schema, "schema")
     o.use_threads(threads)
@@ -94,9 +96,9 @@ def generate(
         files.write_whole(out, content)
     else:
         print(content if printed.as_json else "", end="" if printed.as_json else "\n")
+    if not printed.as_json and (mark := cut_mark(answer).strip()):
+        print(mark, file=sys.stderr)
     if not printed.as_json and not printed.quiet:
-        if mark := cut_mark(answer).strip():
-            print(mark, file=sys.stderr)
         print_guard([column], to_stderr=True)
         print_numbers([column.summary()], printed.verbose, to_stderr=True)
     if model is None and not printed.quiet:

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from kvsift.engine.loop import Loop
 from kvsift.engine.sequence import EngineSequence
 from kvsift.engine.transcript import TextOutput
-from kvsift.errors import InputError
+from kvsift.errors import InputError, Unavailable
 
 
 def follow(loop: Loop, seqs: Sequence[EngineSequence], outputs: Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
@@ -18,6 +18,9 @@ def follow(loop: Loop, seqs: Sequence[EngineSequence], outputs: Sequence[TextOut
     more was read.
 
     Leaving the iterator ends the sequences. A sequence that fails ends with its ``error``, and the others go on.
+
+    Raises:
+        InputError: if they cannot be submitted, or the engine is stopped before they have ended.
     """
     if loop.is_own_thread:
         raise RuntimeError(
@@ -42,6 +45,8 @@ def follow(loop: Loop, seqs: Sequence[EngineSequence], outputs: Sequence[TextOut
             index, piece = news.get()
             if piece is None:
                 num_running -= 1
+                if seqs[index].finish_reason == "cancelled":
+                    raise Unavailable("this LLM was closed before the answer ended. Make another one.")
                 piece = _end(seqs[index], outputs[index])
                 if not piece:
                     continue

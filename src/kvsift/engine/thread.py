@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread, get_ident
+from threading import Lock, Thread, current_thread, get_ident, main_thread
 from time import perf_counter
 from typing import TypeVar
 
@@ -73,8 +74,7 @@ class EngineThread(ABC):
         Raises:
             InputError: in a process that was forked from the one that runs it, and after ``stop``.
         """
-        if self._is_closed:
-            raise Unavailable("this LLM is closed. Make another one.")
+        self.require_open()
         if self._thread is not None and self._process != os.getpid():
             raise Unavailable(
                 f"this LLM computes in a thread of process {self._process}, which a forked process does not have. Make "
@@ -90,6 +90,11 @@ class EngineThread(ABC):
                 _RUNNING.add(self)
                 end_team()  # this thread has loaded the model, and waits from now on
                 self._thread.start()
+
+    def require_open(self) -> None:
+        """Raise ``InputError`` after ``stop``."""
+        if self._is_closed:
+            raise Unavailable("this LLM is closed. Make another one.")
 
     def stop(self) -> None:
         """End all work, and the thread once the present step has ended. Nothing can be asked for afterwards."""
@@ -199,6 +204,9 @@ def _serve(engine: weakref.ref[EngineThread], inbox: SimpleQueue[Message | None]
 
 @atexit.register
 def _stop_all() -> None:
-    """End the threads before the interpreter does, which would end them in the middle of a step."""
+    """End the threads before the interpreter does, which would end them in the middle of a step; so would a second
+    Ctrl-C, which counts no more."""
+    if _RUNNING and current_thread() is main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     for engine in list(_RUNNING):
         engine.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ class Transcript:
 
     Attributes:
         offsets: characters of the text before each token, if log-probabilities are kept and text is decoded.
+        stop: the stop of the request that has ended the text; None: none has.
     """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
@@ -50,6 +52,7 @@ class Transcript:
         self.offsets: list[int] = []
         self.done = False
         self.finish_reason: FinishReason = "stop"
+        self.stop: str | None = None
         self._tokenizer, self._decoder = tokenizer, TokenDecoder.of(tokenizer)
         left_out = self._decoder.left_out(request.skip_special_tokens, request.ends)
         self._answer = AnswerText(self._decoder, request.ids, left_out)
@@ -112,11 +115,10 @@ class Transcript:
         self._decode_new()
         if self.done:
             self._waiting += self._answer.rest()
-        stop = self._find_stop(self._waiting)
-        if stop is not None:
+        count, self.stop = self._find_stop(self._waiting)
+        if self.stop is not None:
             self.done, self.finish_reason, self._is_cut = True, "stop", True
         self._is_ended = self.done
-        count = stop if stop is not None else len(self._waiting)
         if not self.done:
             count -= undecided(self._waiting, self.request.stops)
         piece, self._waiting = self._waiting[:count], "" if self.done else self._waiting[count:]
@@ -140,14 +142,14 @@ class Transcript:
             num_same -= num_same == len(after) and after.endswith(INCOMPLETE)
             self.offsets.append(max(begin + num_same, self.offsets[-1] if self.offsets else 0))
 
-    def _find_stop(self, text: str) -> int | None:
-        """Return where the first stop begins in what was not returned yet."""
+    def _find_stop(self, text: str) -> tuple[int, str | None]:
+        """Return where the first stop begins in what was not returned yet, or where that ends, and the stop."""
         if not (self._has_begun or text.strip()):
-            return None
+            return len(text), None
         # White space before any other text is no stop: formats differ in what an answer begins with.
         begin = 0 if self._has_begun else len(text) - len(text.lstrip())
-        found = [text.find(stop, 0 if stop.strip() else begin) for stop in self.request.stops]
-        return min((position for position in found if position >= 0), default=None)
+        found = [(text.find(stop, 0 if stop.strip() else begin), stop) for stop in self.request.stops]
+        return min(((at, stop) for at, stop in found if at >= 0), key=itemgetter(0), default=(len(text), None))
 
 
 def undecided(text: str, stops: Sequence[str] = ()) -> int:

@@ -36,10 +36,15 @@ class Documents:
     ) -> None:
         self._send, self._files = send, files
         self._documents: dict[str, ServedDocument] = {}
+        num_others = 0
         for kept in files.load() if files is not None else ():
             document = ServedDocument(**kept)
             if document.owner[1] in salts:
                 self._documents[document.key] = document
+            else:
+                num_others += 1
+        if num_others:
+            print(f"kvsift: documents of other API keys, which stay on the disk: {num_others}.", file=sys.stderr)
 
     def of(self, owner: tuple[str, str]) -> list[ServedDocument]:
         """The documents of an API key, newest last."""

@@ -33,6 +33,7 @@ class AnswerState:
         ids: all tokens so far.
         text, logprobs: what the client has not taken.
         finish: why it ended; None before.
+        stop: the text of the request that ended it; None if none did.
         usage: its counters, once it has ended.
         is_taken: the client knows the end.
     """
@@ -41,6 +42,7 @@ class AnswerState:
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     finish: str | None = None
+    stop: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     is_taken: bool = False
 
@@ -127,7 +129,7 @@ class ServerJob:
                 answer.ids.append(token)
             answer.logprobs += logprobs or ()
         if "usage" in new:
-            answer.finish, answer.usage = new["finish"], new["usage"]
+            answer.finish, answer.stop, answer.usage = new["finish"], new.get("stop"), new["usage"]
         elif "finish" in new:
             self.fail(ApiError(new["status"], new["message"], new["code"]))
         self._changed.set()

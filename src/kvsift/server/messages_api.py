@@ -26,6 +26,7 @@ from kvsift.server.schemas import (
 from kvsift.server.tool_calls import AnswerParser, AnswerPart, Dialect, blocks, call_id
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NOT_ENDED = {"stop_reason": None, "stop_sequence": None}
 SAME = "model", "max_tokens", "stream", "temperature", "top_p", "top_k", "sparsity", "document"  # as fields of a chat
 EMPTY = {
     "content": {"type": "text", "text": ""},
@@ -175,7 +176,7 @@ class MessagesForm:
                 content.append({**_tool_use(name), "input": _arguments(text)})
             else:
                 content.append({**EMPTY[kind], DELTAS[kind][1]: text})
-        return self._message(content, finish_of(piece, parser), _usage(job, self._request))
+        return self._message(content, self._reason(job, finish_of(piece, parser)), _usage(job, self._request))
 
     def chunks(self, job: ServerJob) -> bytes:
         """Return events of a stream for what is new."""
@@ -183,7 +184,7 @@ class MessagesForm:
         if self._parser is None:
             self._parser = parser_of(self._request, self._dialect, job)
             numbers = {"input_tokens": sum(job.prompt_tokens or ()), "output_tokens": 0}
-            events.append({"type": "message_start", "message": self._message([], None, numbers)})
+            events.append({"type": "message_start", "message": self._message([], NOT_ENDED, numbers)})
         for piece in job.take():
             for part in self._parser.feed(piece.text, piece.finish is not None):
                 events += self._part(part)
@@ -194,14 +195,20 @@ class MessagesForm:
         """Return the end of a stream."""
         if job.error is not None:
             return event({"type": "error", **job.error.as_dict()}, "error")
-        delta = {"stop_reason": REASONS[self._finish], "stop_sequence": None}
+        delta = self._reason(job, self._finish)
         events = [*self._closed(), {"type": "message_delta", "delta": delta, "usage": _usage(job, self._request)}]
         return b"".join(event(each, each["type"]) for each in [*events, {"type": "message_stop"}])
 
-    def _message(self, content: list[Any], finish: str | None, numbers: dict[str, Any]) -> dict[str, Any]:
-        reason = None if finish is None else REASONS[finish]
+    def _message(self, content: list[Any], reason: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
-        return {**head, "stop_reason": reason, "stop_sequence": None, "usage": numbers}
+        return {**head, **reason, "usage": numbers}
+
+    def _reason(self, job: ServerJob, finish: str | None) -> dict[str, Any]:
+        """Why the message ended."""
+        stop = job.answers[0].stop
+        if finish == "stop" and stop is not None and stop in self._request.stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {**NOT_ENDED, "stop_reason": finish and REASONS[finish]}
 
     def _part(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         if part.kind == "call" or part.kind != self._open:

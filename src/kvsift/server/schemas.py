@@ -32,6 +32,12 @@ NOT_HERE = {  # fields of other servers, without which answers would be others
     "prompt_logprobs", "response_format", "stop_sequences", "tfs_z", "top_a", "truncate_prompt_tokens", "typical_p",
     "use_beam_search",
 }  # fmt: skip
+ELSEWHERE = {  # fields of other routes, without which answers would be others, and the values that change none
+    "best_of": 1, "echo": False, "frequency_penalty": 0, "ignore_eos": False, "input": "", "instructions": "",
+    "logit_bias": {}, "logprobs": False, "max_completion_tokens": None, "max_tokens": None, "messages": [], "min_p": 0,
+    "n": 1, "presence_penalty": 0, "reasoning_effort": None, "repetition_penalty": 1, "seed": None, "stop": [],
+    "stop_token_ids": [], "structured_outputs": {}, "suffix": "", "system": "", "tools": [], "top_k": -1,
+}  # fmt: skip
 ECHOES = {  # of answers, as clients send them back, and hints for caches that others have
     "annotations", "cache_control", "encrypted_content", "id", "index", "refusal", "signature", "status",
 }  # fmt: skip
@@ -621,8 +627,12 @@ def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Itera
     for name, given in (value.model_extra or {}).items():
         if path and name in ECHOES and not is_strict:
             continue
-        is_misspelled = get_close_matches(name[:80], type(value).model_fields, 1, MISSPELLED)
-        if given if name in NOT_HERE and not is_strict else given is not None and (is_strict or is_misspelled):
+        is_refused = bool(get_close_matches(name[:80], type(value).model_fields, 1, MISSPELLED))
+        if name in NOT_HERE:
+            is_refused = bool(given)
+        elif name in ELSEWHERE and not path:
+            is_refused = given != ELSEWHERE[name]
+        if given is not None and (is_strict or is_refused):
             text = str(unknown("field", name[:80], type(value).model_fields))
             raise ApiError(400, text, "unknown_parameter", name[:80])
         yield f"{path}{name[:80]}"

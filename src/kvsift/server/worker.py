@@ -361,7 +361,8 @@ class Worker:
         if seq.error is not None:
             return _ending_of(seq.error)
         answer = answer_of_sequence(self._llm, seq, opened.reply.transcript, opened.started)
-        return {"finish": seq.finish_reason, "usage": usage_of(answer, seq.num_reused)}
+        stop = opened.reply.transcript.stop
+        return {"finish": seq.finish_reason, "stop": stop, "usage": usage_of(answer, seq.num_reused)}
 
 
 def _trim_heap() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from threading import main_thread
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from kvsift.errors import (
     DamagedFile,
     InputError,
     MissingFile,
+    Unavailable,
     UnreadableFile,
     UnsupportedDevice,
     UnsupportedModel,
@@ -391,6 +393,11 @@ class ModelDirectory:
         except InputError:
             raise
         except Exception as error:
+            if not main_thread().is_alive():
+                raise Unavailable(
+                    f"the model in {self.path} is loaded with the first request, and the main thread has ended. Ask "
+                    "before that, or let the main thread wait."
+                ) from error
             raise UnreadableFile(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
