@@ -33,7 +33,7 @@ def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object
         supervisor = Supervisor(ServerSettings(**settings), ended.append)  # type: ignore[arg-type]
         task = asyncio.create_task(supervisor.run())
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(180):  # CI may share its processors
                 await supervisor.ready.wait()
                 await test(supervisor)
         finally:

@@ -136,6 +136,7 @@ def _counters(stats: dict[str, Any], document: Document) -> Result:
     return {
         **{key: digits(decode[key], 6) for key in ("visible_tokens", "density", "recall", "recovery")},
         "sparse_layer_visible_tokens": _sparse_visible(stats["layers"], "decode"),
+        "prefill_density": digits(document.read_stats["phases"]["prefill"]["density"], 6),
         "prefill_visible_tokens": _sparse_visible(document.read_stats["layers"], "prefill"),
         "layers": [[row["layer"], *(digits(row[key], 6) for key in ("visible_tokens", "recall", "recovery"))]
                    for row in layers],

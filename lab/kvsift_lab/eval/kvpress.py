@@ -40,7 +40,7 @@ def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> l
     try:
         for folder, (result, group) in zip(folders, groups, strict=True):
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "predictions.csv", _predictions(group))
+            write_atomically(folder / "predictions.csv", _predictions(result, group))
             write_atomically(folder / "metrics.json", json.dumps(_metrics(group), indent=4))
             write_atomically(folder / "config.yaml", _config(result, group))
     except OSError as error:
@@ -83,8 +83,10 @@ def _name(plan: str, result: dict[str, Any]) -> str:
     return name.replace(":", "-").replace("=", "-").replace(",", "-")
 
 
-def _ratio(samples: Sequence[dict[str, Any]]) -> float:
-    return round(1 - fmean(sample["density"] or 1.0 for sample in samples), 4)
+def _ratio(result: dict[str, Any], samples: Sequence[dict[str, Any]]) -> float:
+    phase = next(row["phase"] for row in result["rows"] if row["plan"] == samples[0]["plan"])
+    key = "prefill_density" if phase == "prefill" else "density"
+    return round(1 - fmean(sample.get(key) or 1.0 for sample in samples), 4)
 
 
 def _is_query_aware(result: dict[str, Any]) -> bool:
@@ -98,7 +100,7 @@ def _model(result: dict[str, Any]) -> str:
 def _folder_name(result: dict[str, Any], group: Sequence[dict[str, Any]], decimals: int) -> str:
     first = group[0]
     parts = [_dataset(first["task"]), str(first["length"] or ""), _model(result).replace("/", "--")]
-    parts += [_name(first["plan"], result), f"{_ratio(group):.{decimals}f}"]
+    parts += [_name(first["plan"], result), f"{_ratio(result, group):.{decimals}f}"]
     parts += ["query_aware"] if _is_query_aware(result) else []
     return _one_folder("__".join(filter(None, parts)))
 
@@ -108,11 +110,11 @@ def _one_folder(name: str) -> str:
     return re.sub(r"[^\w.+-]", "-", name)
 
 
-def _predictions(group: Sequence[dict[str, Any]]) -> str:
+def _predictions(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    ratio = _ratio(group)
+    ratio = _ratio(result, group)
     for sample in group:
         references = sample.get("references") or [sample["expected"]]
         row = [
@@ -145,7 +147,7 @@ def _config(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
         "model": _model(result),
         "device": recipe.get("device"),
         "press_name": _name(first["plan"], result),
-        "compression_ratio": _ratio(group),
+        "compression_ratio": _ratio(result, group),
         "fraction": 1.0,
         "max_new_tokens": None,
         "max_context_length": None,

@@ -217,8 +217,8 @@ def _check_setup(setup: str, row: PlanRow) -> None:
         )
     if setup == "sparse_prefill" and row.phase is not None and not prefill:
         raise UnsupportedPlan(
-            f'the plan {row.plan} has no rule for prefill, which setup = "sparse_prefill" evaluates. Write '
-            f'prefill={plan.decode}, or choose setup = "whole_prompt".'
+            f'the plan {row.plan} has no rule for prefill, which setup = "sparse_prefill" evaluates. Write one, such '
+            'as prefill=quoka:budget={budget}, or choose setup = "whole_prompt".'
         )
 
 

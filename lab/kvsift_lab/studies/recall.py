@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvsift.api.llm import LLM, Document
 from kvsift.engine.sampling import Sampling
+from kvsift.errors import UnsupportedPlan
 from kvsift.indexes.flat import exact_search
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.probe import probe
@@ -215,6 +216,13 @@ class SummaryRecall(Study):
     def __init__(self, recipe: SummaryRecallRecipe) -> None:
         super().__init__(recipe)
         self._evaluation = EvalRecipe.load(Path(recipe.recipe))
+        for row in self._evaluation.rows:
+            rule = parse_plan(row.plan).decode
+            if rule is None or not isinstance(rule.method, PagedMethod):
+                raise UnsupportedPlan(
+                    f"bench summary-recall compares which pages plans choose in decode, and {row.plan} ranks none. "
+                    "Leave it out of the recipe; kvsift eval measures any plan."
+                )
         self._llm = LLM(
             self._evaluation.model, "dense", device=self._evaluation.device, dtype=self._evaluation.dtype, probe_every=0
         )

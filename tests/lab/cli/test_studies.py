@@ -37,6 +37,17 @@ def test_long_answers_are_compared_with_dense_ones() -> None:
     assert repeated([1, 2]) == 0.0
 
 
+@pytest.mark.parametrize("plan", ["sketch:budget={budget}", "streaming_llm:budget={budget}", "dense"])
+def test_plans_that_rank_no_pages_are_not_compared_by_their_pages(plan: str, refused: Refused, tmp_path: Path) -> None:
+    lines = RECIPE.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("plans"))
+    lines.insert(first + 1, f'  "{plan}",')
+    (tmp_path / "recipe.toml").write_text("\n".join(lines))
+    assert "compares which pages plans choose in decode" in refused(
+        "bench", "summary-recall", "--recipe", "recipe.toml"
+    )
+
+
 @pytest.mark.slow
 def test_plans_are_compared_on_the_same_queries(run: Run, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
