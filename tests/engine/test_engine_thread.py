@@ -224,20 +224,6 @@ def test_a_closed_llm_refuses_and_its_answers_have_ended(llama: Path, tmp_path: 
     llm.close()
 
 
-def test_a_question_that_waits_for_its_turn_is_refused_when_its_llm_is_closed(llama: Path) -> None:
-    llm = new_llm(llama)
-    stream = llm.stream(text_of(100), max_new_tokens=3000)
-    next(stream)
-    llm.loop.after_step = partial(time.sleep, 0.5)
-    with ThreadPoolExecutor(1) as workers:
-        asked = workers.submit(llm.read(text_of(3000)).ask, "Which?", max_new_tokens=20)
-        time.sleep(0.1)
-        llm.close()
-        with refused("unavailable"):
-            asked.result(timeout=60)
-    stream.close()
-
-
 def test_llms_that_are_made_and_dropped_leave_no_thread_no_file_and_no_memory(llama: Path) -> None:
     def ask() -> None:
         llm = new_llm(llama)

@@ -631,7 +631,7 @@ def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Itera
         if name in NOT_HERE:
             is_refused = bool(given)
         elif name in ELSEWHERE and not path:
-            is_refused = given != ELSEWHERE[name]
+            is_refused = given != ELSEWHERE[name] and (bool(given) or ELSEWHERE[name] is None)
         if given is not None and (is_strict or is_refused):
             text = str(unknown("field", name[:80], type(value).model_fields))
             raise ApiError(400, text, "unknown_parameter", name[:80])
