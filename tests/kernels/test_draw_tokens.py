@@ -45,6 +45,17 @@ def test_tokens_are_those_of_torch(vocabulary: int, spread: float, rounded: bool
     assert torch.equal(torch.cat(alone), draw_tokens(logits, temperature, noise, limits)[0][:20])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_as_good(dtype: torch.dtype) -> None:
+    logits = torch.randn(12, 49_152, device="cuda").mul_(3).to(dtype)
+    temperature = torch.linspace(0, 1.5, 12, dtype=torch.float64, device="cuda")
+    limits = torch.tensor(LIMITS, dtype=torch.float64, device="cuda").T.contiguous()
+    noise = torch.arange(12, device="cuda")
+    for given in (limits, None):
+        found = draw_tokens(logits, temperature, noise, given)
+        assert all(map(torch.equal, found, draw_tokens(logits.float(), temperature, noise, given)))
+
+
 @pytest.mark.parametrize("wrong", [nan, inf])
 @pytest.mark.parametrize("place", [0, 40, 20_000, 29_999])
 def test_a_logit_that_is_no_number_shows(wrong: float, place: int) -> None:

@@ -341,7 +341,7 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, limits: Tensor | No
     the same logits and the same number nearly always draw the same token: drafts of exact decoding come true.
 
     Args:
-        logits: float32 [sequences, vocabulary].
+        logits: [sequences, vocabulary].
         temperature: float64 [sequences]; 0 chooses the likeliest.
         noise: int64 [sequences], random.
         limits: float64 [3, sequences] (``Sampling.limits``); sorts the logits, and without it any token may be drawn.

@@ -5,7 +5,7 @@
 // the last logit that may be drawn is found by counting logits, or adding up their shares as integers, by 11, 11 and 10
 // bits. Few logarithms are taken: a token wins against `least` only if 1 - u <= exp(scaled - least).
 //
-// Compiled for: MEMBERS of a cluster, THREADS of a block (1,024).
+// Compiled for: LOGIT (float, bfloat16 or float16), MEMBERS of a cluster, THREADS of a block (1,024).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,8 +15,21 @@ constexpr int BINS = 2048, WARPS = THREADS / 32;
 constexpr float UNIT = 1099511627776.f;  // 2^40: shares are integers of this many parts of the likeliest token's
 static_assert(BINS == 2 * THREADS, "a thread has two bins");
 
+struct bfloat16 {
+    unsigned short bits;
+    __device__ __forceinline__ operator float() const { return __uint_as_float((u32)bits << 16); }
+};
+struct float16 {
+    unsigned short bits;
+    __device__ __forceinline__ operator float() const {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+
 struct Arguments {
-    const float *logits;        // [sequences, vocabulary]
+    const LOGIT *logits;        // [sequences, vocabulary]
     const double *temperature;  // [sequences]; 0: the likeliest
     const i64 *noise;           // [sequences]
     const double *limits;       // [3, sequences]: top_p, top_k, min_p; or null
@@ -231,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draw_tokens(const __gri
     int thread = threadIdx.x, member = blockIdx.x % MEMBERS, sequence = blockIdx.x / MEMBERS, turn = 0;
     Row row{logits, min(max(a.vocabulary - member * a.share, 0), a.share), member * a.share, 0.f, 0.f,
             a.temperature[sequence], (u64)a.noise[sequence]};
-    const float *from = a.logits + sequence * a.row + row.first;
+    const LOGIT *from = a.logits + sequence * a.row + row.first;
     Candidate own{__longlong_as_double(0xfff0000000000000ll), a.vocabulary};
     bool wrong = false;
     for (int i = thread; i < row.count; i += THREADS) {

@@ -14,6 +14,7 @@ from kvsift.kernels.cuda_module import arguments, compile_kernel, have_nvrtc
 
 MEMBERS, THREADS = 8, 1024  # of a cluster, which draws one token; of a block
 SHARED_BYTES = 160 << 10  # of a block, for its share of the logits
+DTYPES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of logits, in the source
 
 _DrawArguments = arguments("logits temperature noise limits tokens best", "row limit_row", "vocabulary share")
 
@@ -22,7 +23,7 @@ def draws(logits: Tensor) -> bool:
     """Whether ``draw_tokens`` takes logits [sequences, vocabulary]."""
     return (
         logits.is_cuda
-        and logits.dtype == torch.float32
+        and logits.dtype in DTYPES
         and logits.stride(1) == 1
         and 0 < logits.shape[1] <= MEMBERS * SHARED_BYTES // 4
         and have_nvrtc()
@@ -36,7 +37,7 @@ def draw_tokens(
     """Draw a token for each sequence: see ``engine.sampling.draw``, but that NaN among the logits may give any token.
 
     Args:
-        logits: float32 [sequences, vocabulary], which ``draws``.
+        logits: [sequences, vocabulary], which ``draws``.
         temperature: float64 [sequences].
         noise: int64 [sequences], 0 or more.
         limits: float64 [3, sequences], or None.
@@ -55,7 +56,10 @@ def draw_tokens(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         logits.stride(0), 0 if limits is None else limits.stride(0), vocabulary, share,
     )  # fmt: skip
-    defines = {"MEMBERS": MEMBERS, "THREADS": THREADS, "ARGUMENT_BYTES": ctypes.sizeof(_DrawArguments)}
+    defines = {
+        "LOGIT": DTYPES[logits.dtype], "MEMBERS": MEMBERS, "THREADS": THREADS,
+        "ARGUMENT_BYTES": ctypes.sizeof(_DrawArguments),
+    }  # fmt: skip
     kernel = compile_kernel(
         ("draw_tokens.cu",), "draw_tokens", tuple(defines.items()), THREADS, SHARED_BYTES, logits.device.index or 0
     )

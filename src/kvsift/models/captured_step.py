@@ -32,14 +32,15 @@ class Step(Protocol):
         """Whether steps leave the states of linear layers before them alone (``SlotStates.rings``)."""
 
     def angles(self, num_positions: int) -> Tensor:
-        """Return the rotary angles of all positions, to be passed to every step; empty if the model computes them."""
+        """Return the rotary angles of lengths up to this one, to be passed to every step; empty if the model computes
+        them."""
 
     def __call__(
         self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
         summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
         watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the logits after one more token per sequence; store its keys and values.
+        """Return the logits after one more token per sequence, in any dtype; store its keys and values.
 
         Args:
             tokens: int64 [batch].

@@ -84,9 +84,10 @@ class FusedStep(Decoder):
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
-        """Return cosines and sines of all positions, [num_positions, 2, rotary_dim], by the model's own embedding."""
+        """Return cosines and sines of the last position of each length, from 0 (which has none) to ``num_positions``,
+        [num_positions + 1, 2, rotary_dim], by the model's own embedding."""
         parts = []
-        for start in range(0, num_positions, TABLE_CHUNK):
+        for start in range(-1, num_positions, TABLE_CHUNK):
             stop = min(start + TABLE_CHUNK, num_positions)
             cos, sin = self.angles_of(torch.arange(start, stop, device=self.device))
             parts.append(torch.stack((cos[0], sin[0]), 1))
@@ -97,8 +98,8 @@ class FusedStep(Decoder):
         summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
         watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the logits after one more token per sequence; ``angles`` is [positions, 2, rotary_dim]."""
-        cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, rotary_dim]
+        """Return the logits after one more token per sequence; ``angles`` as of ``angles``."""
+        cos, sin = angles.index_select(0, batch.lengths).unbind(1)  # [batch, rotary_dim]
         steady, windows = batch.block > 0, states.windows(batch)
         x = self.embed(tokens)  # [batch, hidden]
         paged = iter(zip(attention, summaries, strict=True))
@@ -134,7 +135,7 @@ class FusedStep(Decoder):
             x = layer.mlp.step(x, layer.before_mlp, steady=steady, pdl=self.pdl)
         written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
         append_sketches(written, batch.space, filled=batch.block > 1)
-        return self.head(x, self.norm, steady=steady, pdl=self.pdl).float()
+        return self.head(x, self.norm, steady=steady, pdl=self.pdl)
 
     def _feed_states(
         self, layer: LayerWeights, x: Tensor, inputs: Tensor, states: SlotStates, index: int, steady: bool

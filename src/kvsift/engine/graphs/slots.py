@@ -379,7 +379,7 @@ class Slots:
             self._choose(kind.choice, logits)
             return
         if self._kept is None:
-            self._kept = torch.empty_like(logits)
+            self._kept = torch.empty_like(logits, dtype=torch.float32)
         self._kept.copy_(logits)
 
     @torch.inference_mode()
