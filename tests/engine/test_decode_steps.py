@@ -29,7 +29,7 @@ PLANS = (
     "quest:ratio=0.3:window=16:dense_layers=1",
     f"prefill=streaming_llm:budget=128,decode={QUEST}",
     "sketch:budget=64:window=16:page_size=8:dense_layers=none",  # pages of 16: the compiled core rounds queries
-    "sketch:ratio=0.2:window=5:bits=2:page_size=8:rest=false:dense_layers=1",
+    "sketch:ratio=0.2:window=8:bits=2:page_size=8:rest=false:dense_layers=1",
 )
 TEXTS = [text_of(600), text_of(301), text_of(44), text_of(450)[::-1]]
 COUNTERS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense", "recall")
@@ -118,6 +118,7 @@ def random_plan(rng: random.Random) -> str:
     }
     if rng.random() < 0.5:
         page_size = 8  # with pages of 16 the compiled core rounds queries
+        knobs["window"] = str(rng.choice([8, 13]))  # captured steps write no sketch of the page being filled
         method, own = "sketch", {"bits": rng.choice("12"), "rest": rng.choice(["true", "false"])}
     else:
         scores = ["minmax", "mean_std", "log_mass", "centroid_radius", "minmax_fp8"]

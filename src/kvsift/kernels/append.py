@@ -73,15 +73,13 @@ def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> Non
         _summarise_newest(kv, rest)
 
 
-def append_sketches(
-    layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep: Callable[..., Tensor], filled: bool = False
-) -> None:
-    """Write the sketches of the pages that hold the newest tokens, which ``append`` was not given.
+def append_sketches(layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep: Callable[..., Tensor]) -> None:
+    """Write the sketches of the pages that the newest tokens fill, which ``append`` was not given. Of several tokens
+    in one page, each a row, the one that fills it counts.
 
     Args:
         layers: the layers of a model, each with the pools of its summaries.
         keep: keep(make, arguments, key=key) returns what ``make`` made of the arguments when it first saw this key.
-        filled: only of the pages that these tokens fill, if several of them are in one page.
     """
     for kind, bits in SKETCHES.items():
         pools = [(kv, summaries[kind]) for kv, summaries in layers if kind in summaries]
@@ -91,11 +89,11 @@ def append_sketches(
             for kv, rows in pools:
                 last = kv.lengths % kv.page_size == 0
                 of_last = kv._replace(table=kv.table[last], lengths=kv.lengths[last])
-                _summarise_newest(of_last if filled else kv, {kind: rows})
+                _summarise_newest(of_last, {kind: rows})
             continue
         assert len({(*kv.keys.stride(), *kv.values.stride(), *rows.stride()) for kv, rows in pools}) == 1
         key = tuple(tensor.data_ptr() for kv, rows in pools for tensor in (kv.keys, kv.values, rows))
-        write_newest_triton(pools[0][0], bits, pools[0][1], keep(pool_addresses, pools, key=key), filled)
+        write_newest_triton(pools[0][0], bits, pools[0][1], keep(pool_addresses, pools, key=key), filled=True)
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:

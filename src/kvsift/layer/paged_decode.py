@@ -187,6 +187,9 @@ class DecodeLayer:
          "head_budgets={it.budget.head_budgets} gives heads lists of different lengths; kernels take one"),
         (lambda rule: rule.budget.window == 0,
          "window=0 lets the page being filled compete; the kernels always show it"),
+        (lambda rule: isinstance(rule.method, Sketch) and rule.budget.window < rule.method.page_size,
+         "window={it.budget.window} lets tokens of the page being filled compete, of which captured steps write no "
+         "sketch; give window={it.method.page_size} or more"),
     )  # fmt: skip
 
     def __init__(
