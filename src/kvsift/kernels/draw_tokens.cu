@@ -241,6 +241,7 @@ __device__ void leave_first(const Row &row, Shared &s, bool by_share, u64 limit,
 extern "C" __global__ void __launch_bounds__(THREADS, 1) draw_tokens(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) float logits[];
     __shared__ Shared s;
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // it is launched early
     int thread = threadIdx.x, member = blockIdx.x % MEMBERS, sequence = blockIdx.x / MEMBERS, turn = 0;
     Row row{logits, min(max(a.vocabulary - member * a.share, 0), a.share), member * a.share, 0.f, 0.f,
             a.temperature[sequence], (u64)a.noise[sequence]};

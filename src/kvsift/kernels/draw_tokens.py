@@ -63,5 +63,5 @@ def draw_tokens(
     kernel = compile_kernel(
         ("draw_tokens.cu",), "draw_tokens", tuple(defines.items()), THREADS, SHARED_BYTES, logits.device.index or 0
     )
-    kernel.launch(sequences * MEMBERS, given, shared_bytes=4 * share, cluster=MEMBERS)
+    kernel.launch(sequences * MEMBERS, given, shared_bytes=4 * share, cluster=MEMBERS, early=True)
     return out
