@@ -53,5 +53,5 @@ class Step(Protocol):
             watched: receives the queries of every layer with pages, [batch, num_query_heads, head_dim].
 
         Returns:
-            float32 [batch, vocabulary].
+            [batch, vocabulary].
         """
