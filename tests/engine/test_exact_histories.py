@@ -62,8 +62,8 @@ def test_sequences_come_and_go_whatever_is_drafted(
     run, draft_behind = Slots._run, BlockGroup._draft_behind
 
     def checked(slots: Slots, kind: StepKind, queries: Any) -> None:
-        for slot, (length, idle) in enumerate(zip(*slots.batch.state.tolist())):
-            assert idle or slots._table[slot, length // slots.batch.page_size] != slots._scratch, "past its pages"
+        for slot, (length, growth) in enumerate(zip(*slots.batch.state.tolist())):
+            assert not growth or slots._table[slot, length // slots.batch.page_size] != slots._scratch, "past its pages"
         run(slots, kind, queries)
 
     def watched(*arguments: Any) -> Any:

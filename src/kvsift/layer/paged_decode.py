@@ -62,6 +62,7 @@ class DecodeBatch:
             do not depend on other rows (``kernels.block_attention``).
 
     Attributes:
+        growth: what a step adds to each length.
         sizes: how many sequences a step may have, which are the first ones then; by default all.
         ranked: most units of a list of which some are left out; None: as many as it holds.
         dense_bytes: most bytes of the workspace of dense sequences; None: as many as fill the device.
@@ -81,6 +82,7 @@ class DecodeBatch:
         self.table, self.page_size, self.unit_size, self.block = table, page_size, unit_size or page_size, block
         self.capacity = self.need(budgets) if capacity is None else capacity
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=table.device)
+        self.growth: int | Tensor = 1
         self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
         self.budgets = torch.zeros(len(lengths), 5, dtype=torch.float64, device=table.device)
         self.set_budgets(budgets)
@@ -150,7 +152,7 @@ class DecodeBatch:
 
     def advance(self) -> None:
         """Add a token to every sequence: lengths and spans move on. Call before the layers of a step."""
-        self.lengths += 1
+        self.lengths += self.growth
         if self.capacity:
             spans_of(self.lengths, self.unit_size, self.budgets, self.spans)
 

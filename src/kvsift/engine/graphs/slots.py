@@ -81,12 +81,8 @@ class SlotBatch(DecodeBatch):
         unit_size = unit_size_of(rules, page_size)
         super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size, block=block)
         self.capacity = self.need([None if rule is None else rule.budget for rule in rules])
-        self.state = torch.ones(2, len(table), dtype=torch.int32, device=table.device)
-        self.lengths, self.idle = self.state
-
-    def advance(self) -> None:
-        self.lengths.sub_(self.idle)
-        super().advance()
+        self.state = torch.tensor([[1], [0]], dtype=torch.int32, device=table.device).repeat(1, len(table))
+        self.lengths, self.growth = self.state
 
 
 class Slots:
@@ -262,7 +258,7 @@ class Slots:
         others = 0 if drafted is None else len(drafted)
         numbers = torch.tensor([
             [feed.length for feed in feeds],
-            [feed is IDLE for feed in feeds],
+            [feed is not IDLE for feed in feeds],
             [max(feed.token, 0) for feed in feeds],
             [drafts_at(feed.token) if feed.token < 0 else others + slot for slot, feed in enumerate(feeds)],
         ])  # fmt: skip
@@ -297,7 +293,7 @@ class Slots:
         """Make a slot idle; steps already launched still run it."""
         self._place(slot, NO_PAGES)
         self.batch.lengths[slot].fill_(1)
-        self.batch.idle[slot].fill_(1)
+        self.batch.state[1, slot].fill_(0)
 
     @torch.inference_mode()
     def save(self, slot: int, cache: SparseCache, length: int) -> None:
