@@ -24,7 +24,7 @@ def _directory(model: str, flag: str) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class DecodeRecipe(r.BenchRecipe):
-    """Decoding end to end, dense and by a plan in turns, on random keys and values; --model replaces --shape."""
+    """Decoding on an NVIDIA GPU, dense and by a plan in turns, on random keys and values; --model replaces --shape."""
 
     measured_by = "kvsift_lab.bench.decode_measure:DecodeBench"
 
@@ -59,7 +59,11 @@ class DecodeRecipe(r.BenchRecipe):
         r.require_known("kv_dtype", [self.kv_dtype], KV_DTYPES)
         r.require_some(self.contexts, self.batches, names="context and batch")
         plan = parse_plan(self.plan)
-        reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)
+        reason = reason_against(plan)
+        if rule_of(plan) is None:
+            in_prefill = plan.prefill is not None and not plan.prefill.traits.unbounded
+            alone = "it has a rule for prefill alone, which kvsift bench prefill measures"
+            reason = alone if in_prefill else "it skips nothing"
         if reason is not None:
             raise UnsupportedPlan(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
         if self.anchors and not (plan.decode and isinstance(plan.decode.method, AnchoredMethod)):

@@ -64,6 +64,7 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("decode", "--shape", "llama-3-80b"), "did you mean 'llama-3-8b'?"),
         (("decode", "--batch", "1,0"), "--batch 1,0: give whole numbers, 1 or more"),
         (("decode", "--plan", "dense"), "it skips nothing"),
+        (("decode", "--plan", "prefill=quoka"), "it has a rule for prefill alone, which kvsift bench prefill measures"),
         (("decode", "--plan", "quest:budget=16"), "leaves nothing to select"),
         (("decode", "--plan", "oracle_tokens:budget=128"), "does not rank pages by a summary"),
         (("decode", "--contexts", ""), "there is nothing to measure"),
@@ -101,6 +102,10 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
 )
 def test_what_makes_no_sense_is_refused(refused: Refused, arguments: tuple[str, ...], says: str) -> None:
     assert says in refused("bench", *arguments)
+
+
+def test_the_help_of_a_bench_says_that_it_needs_a_gpu(run: Run) -> None:
+    assert "on an NVIDIA GPU" in " ".join(run("bench", "decode", "--help").out.split())
 
 
 def test_attention_tells_every_point_and_ends_with_tables_of_all(
