@@ -51,6 +51,7 @@ def evaluate(
     stop_at = None if max_seconds is None else monotonic() + max_seconds
     made = []
     for path, recipe, text in zip(recipes, loaded, texts, strict=True):
+        _tell_own_budgets(path.stem, recipe)
         with _progress(path.stem, len(recipe.rows)) as on_progress:
             tables = run(recipe, text, out / path.stem, workers, stop_at, on_progress, threads)
         made.append({"recipe": path.stem, "results": str(out / path.stem), **tables})
@@ -69,6 +70,16 @@ def _load(paths: Sequence[Path], device: str | None) -> list[EvalRecipe]:
         raise InvalidValue(f"the recipe {nameless[0]} has no name for a results directory; rename it.")
     loaded = [EvalRecipe.load(path) for path in paths]
     return loaded if device is None else [replace(recipe, device=device) for recipe in loaded]
+
+
+def _tell_own_budgets(label: str, recipe: EvalRecipe) -> None:
+    """Say which plans have a budget of their own, where the recipe has budgets for all."""
+    own = [row.plan for row in recipe.rows if row.budget is None and row.phase is not None]
+    if own:
+        print(plain(
+            f"kvsift: {label}: each of these plans keeps its own budget, is measured once, and has the same numbers in "
+            f"every column: {', '.join(own)}. With budget={{budget}} a plan takes the budgets of the recipe."
+        ), file=sys.stderr)  # fmt: skip
 
 
 def _require_directory(out: Path) -> None:

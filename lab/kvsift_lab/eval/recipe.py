@@ -234,6 +234,8 @@ def _refusal(error: ValidationError, recipe: str) -> InputError:
     if found["type"] == "missing":
         missing = [".".join(map(str, each["loc"])) for each in (found, *others) if each["type"] == "missing"]
         return MissingInput(f"the recipe {recipe} is not complete; it lacks {', '.join(missing)}.")
+    if found["type"] == "too_short":
+        return MissingInput(f'the recipe {recipe} has no {where}. Give one or more, such as "quest:budget={{budget}}".')
     expected = found["msg"].replace("Input", "it").replace("tuple", "list")
     return InvalidValue(f"the recipe {recipe} has {where} = {given!r}: {expected}.")
 

@@ -43,11 +43,12 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
     cells = [_cell(rows[group[0]["plan"]], group, effects) for _, group in sorted(groups.items())]
     jobs, by_chance = list(jobs), chance(samples)
     unsolved = unsolved_by_dense(cells, by_chance)
+    unfair = [*mixed_scorers(samples), *unequal(cells), *skipped_nothing(cells), *shared_context(effects)]
     return {
         "cells": cells,
         "chance": by_chance,
         "design_effects": effects,
-        "warnings": [*unsolved_tasks(unsolved), *mixed_scorers(samples), *unequal(cells), *shared_context(effects)],
+        "warnings": [*unsolved_tasks(unsolved), *unfair],
         "unsolved": [list(where) for where in unsolved],
         "left_out": left_out(recipe, samples, jobs),
         "contexts": [list(job) for job in jobs],
@@ -181,6 +182,24 @@ def unequal(cells: Iterable[dict[str, Any]]) -> list[str]:
                 "plans of that column by their counted tokens."
             )
     return warnings
+
+
+def skipped_nothing(cells: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a warning for every budget at which sparse plans have read everything, with all of its tasks and lengths.
+    A cell without counted tokens had no sparse query in its phase."""
+    names: dict[tuple[int | None, str], list[str]] = defaultdict(list)
+    for cell in cells:
+        if cell["phase"] and cell["counted_tokens"] is None and cell["density"] == 1:
+            place = f"{cell['task']} at {cell['length']:,}" if cell["length"] else cell["task"]
+            names[cell["budget"], place].append(cell["name"])
+    places: dict[tuple[int | None, str], list[str]] = defaultdict(list)
+    for (budget, place), own in names.items():
+        places[budget, ", ".join(own)].append(place)
+    return [
+        f"{'' if budget is None else f'budget {budget:,}: '}{plans} skipped nothing in {', '.join(where)}: every query "
+        "saw its whole context, as under dense. Give a smaller budget, longer contexts or fewer dense layers."
+        for (budget, plans), where in places.items()
+    ]
 
 
 def left_out(recipe: dict[str, Any], samples: Iterable[Result], jobs: Iterable[Job]) -> list[dict[str, Any]]:

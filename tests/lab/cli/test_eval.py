@@ -73,6 +73,15 @@ def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, ta
     assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
 
 
+def test_plans_that_keep_their_own_budget_are_named_before_they_run(run: Run, recipe: Path, tables: list[Any]) -> None:
+    assert "keeps its own budget" not in run("eval", recipe).err
+    recipe.write_text(recipe.read_text().replace('"dense",', '"dense", "sketch:budget=96", "quest:mass=0.9",'))
+    outcome = run("eval", recipe)
+    assert outcome.code == 0
+    assert outcome.err.startswith("kvsift: mine: each of these plans keeps its own budget, is measured once, and ")
+    assert "in every column: sketch:budget=96, quest:mass=0.9. With budget={budget} a plan" in outcome.err
+
+
 def test_several_recipes_share_the_time_and_have_a_directory_each(
     run: Run, recipe: Path, tables: list[Any], tmp_path: Path
 ) -> None:

@@ -49,6 +49,10 @@ def test_the_recipes_that_ship_can_be_run(path: Path, tmp_path: Path, monkeypatc
         (("lengths = [700]", ""), "invalid_value"),
         ((RECIPE, "seed = 5"), "missing_input: questions_per_task, questions_per_context, plans"),
         (("seed = 5", "length = 5"), "conflict: recipe.toml"),
+        (
+            (RECIPE, RECIPE[: RECIPE.index("plans")] + "plans = []"),
+            "missing_input: the recipe recipe.toml has no plans",
+        ),
         (("passkey", "paskey"), "invalid_value: 'paskey'; did you mean 'passkey'?"),
         (('["passkey", "key_value"]', '"passkey"'), "invalid_value: it should be a valid list"),
         (('["passkey", "key_value"]', "[]"), "invalid_value"),

@@ -66,6 +66,27 @@ def test_prefill_plans_are_counted_in_prefill(tmp_path: Path) -> None:
     assert tables_of(document, [made], [])["cells"][0]["counted_tokens"] == 70.0
 
 
+def test_plans_that_skipped_nothing_are_named_with_where(document: dict[str, Any]) -> None:
+    stream = "streaming_llm:budget=64:sinks=4:dense_layers=none"
+    everything = {"sparse_layer_visible_tokens": None, "density": 1.0}
+    samples = [
+        sample("dense", None, visible_tokens=700.0, density=1.0, sparse_layer_visible_tokens=None),
+        sample(QUEST, 64, **everything),
+        sample(stream, 64, **everything),
+        sample(QUEST, 64, length=1400, **everything),
+        sample(stream, 64, length=1400),
+    ]
+    told = [warning for warning in tables_of(document, samples, [])["warnings"] if "skipped nothing" in warning]
+    everywhere = (
+        "every query saw its whole context, as under dense. Give a smaller budget, longer contexts or fewer dense "
+        "layers."
+    )
+    assert told == [
+        f"budget 64: quest, streaming_llm skipped nothing in passkey at 700: {everywhere}",
+        f"budget 64: quest skipped nothing in passkey at 1,400: {everywhere}",
+    ]
+
+
 def test_chance_is_what_answers_to_other_questions_score() -> None:
     answers = ["A", "B", "A", "C"]
     samples = [sample(plan, None, 1.0, question=index, references=[answer])
