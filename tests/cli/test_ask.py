@@ -130,6 +130,16 @@ def test_only_what_is_not_to_be_expected_is_a_warning(ask: Run) -> None:
     assert outcome.err.endswith("The context is shorter than the budget, or every layer is in dense_layers.\n")
 
 
+def test_a_prompt_of_one_segment_is_named_as_the_reason(ask: Run) -> None:
+    plan = "quoka:budget=128:chunk=4096:dense_layers=none"
+    outcome = ask("--plan", f"prefill={plan}", "--question-phase", "decode", "--chunk-size", 4096, "--json")
+    assert outcome.err == (
+        f"kvsift: {plan} skipped nothing in prefill: up to 4,096 queries share a selection, by the budget of the "
+        f"first, which the {outcome.document['prompt_tokens']:,} tokens of prompt never exceeded at such a query, "
+        "so it does what dense attention does.\n"
+    )
+
+
 def test_a_plan_that_takes_longer_than_dense_says_so_beside_it(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {PLAN: 0.09, "dense": 0.083}
     summary = comparison.Column.summary

@@ -106,10 +106,18 @@ class Column(NamedTuple):
             if strict:
                 raise NothingSkipped(f"{message} Moreover, {dense}" if dense else message)
             context = max(answer.prompt_tokens + len(answer.token_ids) for answer in self.answers)
+            prompt, size = max(answer.prompt_tokens for answer in self.answers), rule.method.segment_size
+            first = (prompt - 1) // size * size  # query of the last segment
             if rule.budget.limit(context) >= context:
                 message = (
                     f"{rule} skipped nothing in {phase}: the {context:,} tokens of context are within its budget, so "
                     "it does what dense attention does."
+                )
+            elif phase == "prefill" and rule.budget.limit(first + 1) > first:
+                message = (
+                    f"{rule} skipped nothing in prefill: up to {size:,} queries share a selection, by the budget of "
+                    f"the first, which the {prompt:,} tokens of prompt never exceeded at such a query, so it does what "
+                    "dense attention does."
                 )
             else:
                 message = dense or f"WARNING: {message}"

@@ -238,9 +238,13 @@ class Plan:
 
     def skipped_nothing(self, phase: Phase) -> str:
         """The warning for a phase that should have been sparse and read everything."""
+        rule = self.rule(phase)
+        segment = ""
+        if phase == "prefill" and rule is not None:
+            segment = f"it lies within a segment of {rule.method.segment_size:,} queries, which share a selection, "
         return (
             f"the plan {self} skipped nothing in {phase}: every query saw its whole context. The context is shorter "
-            "than the budget, or every layer is in dense_layers."
+            f"than the budget, {segment}or every layer is in dense_layers."
         )
 
     def __str__(self) -> str:

@@ -79,3 +79,10 @@ def test_a_prefill_rule_that_skipped_nothing_says_so() -> None:
     plan = "prefill=streaming_llm:budget=512:dense_layers=none"
     with pytest.warns(UserWarning, match="skipped nothing in prefill"), kvsift.sparse(model, plan):
         logits(model, prompt())
+
+
+def test_a_prompt_of_one_segment_is_named_among_the_causes() -> None:
+    model = tiny()
+    plan = "prefill=quoka:budget=20:sinks=0:window=4:chunk=1024:dense_layers=none"
+    with pytest.warns(UserWarning, match="it lies within a segment of 1,024 queries"), kvsift.sparse(model, plan):
+        logits(model, prompt())
