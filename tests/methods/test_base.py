@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsift.methods import BUILT_IN, catalogue, method_class
 from kvsift.methods.base import Method
+from kvsift.methods.pages import PagedMethod
 from kvsift.methods.scoring import ScoringMethod, _top_without_sync, top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit
 
@@ -140,6 +141,23 @@ def test_mass_is_averaged_over_heads_that_share() -> None:
     assert select(scores, Limit(2, 0.45, always)) == [[-1, -1]] * 2
     assert select(scores, Limit(2, 0.6, always)) == [[11, -1]] * 2
     assert select(scores, Limit(2, 0.6, always), "query") == [[-1, -1], [11, -1]] * 2
+
+
+def test_scores_of_another_shape_are_refused_with_the_shape_that_is_asked_for() -> None:
+    for table in (torch.zeros(2, 1, 5), torch.zeros(4, 2, 5), torch.zeros(4, 1, 6), torch.zeros(4, 5)):
+        with refused("invalid_method: each query head, query and candidate, here [4, 1, 5]."):
+            Fixed("auto", table).select(
+                None, SHAPE, torch.zeros(4, 1, 8), 99, Candidates(10, 5, 4), Limit(1), None  # type: ignore[arg-type]
+            )  # fmt: skip
+
+
+def test_features_of_another_width_than_the_rows_are_refused() -> None:
+    class Narrow(PagedMethod):
+        def features(self, queries: Tensor) -> Tensor:
+            return queries
+
+    with refused("invalid_method: of Narrow returned 8 numbers for each query; a row of its summary has 16"):
+        Narrow()._scores(SHAPE, torch.zeros(4, 1, 8), torch.zeros(2, 5, 16))
 
 
 def test_a_method_that_cannot_select_says_so() -> None:

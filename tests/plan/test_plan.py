@@ -282,6 +282,21 @@ def test_plans_print_what_differs_from_the_defaults(plan: Plan, text: str) -> No
     assert str(plan) == text
 
 
+def test_layers_that_a_model_lacks_are_refused_with_the_number_that_it_has() -> None:
+    with refused("invalid_value: dense_layers=99 names no layer of the model: it has 30, counted from 0. Give 29 or"):
+        parse_plan("quest:dense_layers=99").check_layers(range(30))
+    for spec in ("quest:dense_layers=29", "quest:dense_layers=none", "magicpig", "dense"):
+        parse_plan(spec).check_layers(range(30))
+
+
+def test_a_kind_of_summary_that_is_not_known_is_refused() -> None:
+    class Misspelt(SummaryMethod):
+        summaries: ClassVar[tuple[str, ...]] = ("mean_sdt",)
+
+    with refused("unknown_name: in Misspelt.summaries 'mean_sdt'; did you mean 'mean_std'?"):
+        Rule(Misspelt())
+
+
 def test_a_plan_knows_what_it_needs() -> None:
     assert QUEST.page_size == 16
     assert QUEST.summaries == ("minmax",)

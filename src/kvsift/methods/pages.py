@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvsift import native
-from kvsift.errors import Conflict, UnusedOption, unknown
+from kvsift.errors import Conflict, InvalidMethod, UnusedOption, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods import checks
 from kvsift.methods.checks import knob
@@ -76,6 +76,11 @@ class PagedMethod(ScoringMethod):
         """Score of each row for each query, [num_query_heads, num_queries, count]; ``rows`` [num_heads, count, width]
         of a head serve as many consecutive query heads."""
         features = self.features(queries.float() * shape.scale)
+        if features.shape[-1] != rows.shape[-1]:
+            raise InvalidMethod(
+                f"features of {type(self).__name__} returned {features.shape[-1]} numbers for each query; a row of its "
+                f"summary has {rows.shape[-1]}, and it must return as many."
+            )
         grouped = features.unflatten(0, (rows.shape[0], -1)).flatten(1, 2)  # [num_heads, queries of a head, width]
         return page_scores(grouped, rows).reshape(shape.num_query_heads, queries.shape[1], -1)
 

@@ -59,6 +59,12 @@ class ScoringMethod(Method):
         reader: KVReader,
     ) -> Selection:  # fmt: skip
         scores = self.score(state, shape, queries, start, candidates, reader)
+        heads, num_queries, count = shape.num_query_heads, queries.shape[1], candidates.count
+        if scores.shape not in ((heads, num_queries, count), (heads, 1, count)):
+            raise InvalidMethod(
+                f"score of {type(self).__name__} returned {list(scores.shape)}; it must return a logit for each query "
+                f"head, query and candidate, here {[heads, num_queries, count]}."
+            )
         num_heads = self.num_selections(shape)
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None

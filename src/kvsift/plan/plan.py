@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from kvsift.errors import InvalidValue, UnsupportedPlan
+from kvsift.errors import InvalidValue, UnsupportedPlan, unknown
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.sketch import SKETCHES
 from kvsift.methods import catalogue
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.traits import Traits
@@ -69,6 +71,9 @@ class Rule:
             raise InvalidValue(f"method={self.method!r} must be a Method; parse_plan reads text such as 'quest'.")
         if not isinstance(self.budget, Budget):
             raise InvalidValue(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
+        for kind in self.method.summaries:
+            if kind not in SUMMARIES and kind not in SKETCHES:
+                raise unknown(f"kind of summary in {self.name}.summaries", kind, SUMMARIES)
         if self.budget.min_recovery is not None:
             check(self, self.not_guarded)
         if not self.method.traits.unbounded:
@@ -222,9 +227,16 @@ class Plan:
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
 
     def check_layers(self, layers: Sequence[int]) -> None:
-        """Refuse a model of these attention layers, true indices, if a method cannot run on it (``InputError``)."""
+        """Refuse a model of these attention layers, true indices, if a method cannot run on it, or it has none of the
+        layers that are to be dense (``InputError``)."""
         for rule in self.rules:
             rule.method.check_layers(layers)
+            dense = rule.budget.dense_layers
+            if layers and dense and min(dense) >= len(layers):
+                raise InvalidValue(
+                    f"dense_layers={_spell(dense)} names no layer of the model: it has {len(layers)}, counted from 0. "
+                    f"Give {len(layers) - 1} or less, or none."
+                )
 
     @property
     def is_guarded(self) -> bool:
