@@ -134,9 +134,9 @@ def test_a_prompt_of_one_segment_is_named_as_the_reason(ask: Run) -> None:
     plan = "quoka:budget=128:chunk=4096:dense_layers=none"
     outcome = ask("--plan", f"prefill={plan}", "--question-phase", "decode", "--chunk-size", 4096, "--json")
     assert outcome.err == (
-        f"kvsift: {plan} skipped nothing in prefill: up to 4,096 queries share a selection, by the budget of the "
-        f"first, which the {outcome.document['prompt_tokens']:,} tokens of prompt never exceeded at such a query, "
-        "so it does what dense attention does.\n"
+        f"kvsift: {plan} skipped nothing in prefill: up to 4,096 queries share a selection, and no such segment of "
+        f"the {outcome.document['prompt_tokens']:,} tokens of prompt begins beyond its budget, so it does what dense "
+        "attention does.\n"
     )
 
 

@@ -115,9 +115,9 @@ class Column(NamedTuple):
                 )
             elif phase == "prefill" and rule.budget.limit(first + 1) > first:
                 message = (
-                    f"{rule} skipped nothing in prefill: up to {size:,} queries share a selection, by the budget of "
-                    f"the first, which the {prompt:,} tokens of prompt never exceeded at such a query, so it does what "
-                    "dense attention does."
+                    f"{rule} skipped nothing in prefill: up to {size:,} queries share a selection, and no such segment "
+                    f"of the {prompt:,} tokens of prompt begins beyond its budget, so it does what dense attention "
+                    "does."
                 )
             else:
                 message = dense or f"WARNING: {message}"
