@@ -26,7 +26,7 @@ PLANS = (
     f"random:{BUDGET}:window=16:page_size=4",
     f"oracle_tokens:{BUDGET}:window=16",
     f"prefill=streaming_llm:{BUDGET},decode=quest:{BUDGET}:window=16",
-    "quest:budget=128:window=16:dense_layers=1",
+    "quest:budget=128:window=16:dense_layers=0",
 )
 FAMILIES = ["llama", "gemma", "chatty"]
 

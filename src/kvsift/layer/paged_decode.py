@@ -190,8 +190,8 @@ class DecodeLayer:
         (lambda rule: rule.budget.window == 0,
          "window=0 lets the page being filled compete; the kernels always show it"),
         (lambda rule: isinstance(rule.method, Sketch) and rule.budget.window < rule.method.page_size,
-         "window={it.budget.window} lets tokens of the page being filled compete, of which captured steps write no "
-         "sketch; give window={it.method.page_size} or more"),
+         "window={it.budget.window} lets tokens of the page being filled compete, whose sketches are written when it "
+         "is full; give window={it.method.page_size} or more"),
     )  # fmt: skip
 
     def __init__(
