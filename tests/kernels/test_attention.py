@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernels.paged_cases import rounding
+from refusals import refused
 from torch import Tensor
 
 from kvsift.kernels import attention as attention_module
@@ -152,3 +153,19 @@ def test_keys_that_are_cut_into_blocks_are_attended_as_one(num_keys: int) -> Non
     assert part.output.dtype == torch.bfloat16
     assert distance(part.output, output) <= 2 * distance(whole.output, output)
     assert distance(part.lse, lse) <= 2 * max(distance(whole.lse, lse), rounding(lse))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_each_key_has_a_value_and_causal_queries_a_key(batch: int) -> None:
+    queries, keys, values = draw(1, 64, 1, 70, torch.float32, batch=batch)
+    with refused("invalid_tensor: one value for each key"):
+        attention(queries, keys, values[:, :, :30], 0.1)
+    with refused("invalid_tensor: one key for each query"):
+        attention(queries, keys, values, 0.1, causal=True)
+
+
+def test_keys_of_one_sequence_serve_all() -> None:
+    queries, keys, values = draw(2, 64, 3, 70, torch.float32, batch=4)
+    for some in (queries, queries[:, :, :1]):
+        found, expected = (run(some, keys[:1], values[:1], 0.1) for run in (attention, attention_reference))
+        assert torch.allclose(found.output, expected.output, atol=1e-5)

@@ -182,3 +182,10 @@ def test_runs_of_another_form_are_refused(core: None) -> None:
         native.attend_dense(pool[:, 0], PooledRows(pool, runs, 9), PooledRows(pool, runs.clone(), 9), 0.1)
     with refused("invalid_tensor"):
         native.attend_dense(pool[:, 0], PooledRows(pool, runs, 9), pool[:, :9], 0.1)
+
+
+def test_values_are_in_a_pool_like_that_of_keys() -> None:
+    runs = torch.tensor([[0, 40]])
+    keys, values = (PooledRows(torch.randn(2, slots, 64), runs, 40) for slots in (40, 20))
+    with refused("invalid_tensor: must have the same shape"):
+        native.attend_dense(torch.randn(4, 64), keys, values, 0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.kernels.sketch import estimated_logits, sketch_rows, unpack
 from kvsift.native import PooledRows, twins
-from kvsift.native.sketch_format import SketchLayout, random_rotation
+from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
 
 # A table of 4 channels has 6 bits: the deviation of an estimate is some 0.03 |q| factor, where the code's own is 0.6.
 SHARE = 0.995  # of the votes of the reference's choice that the core's choice must have
@@ -245,3 +245,31 @@ def test_what_fits(core: None) -> None:
     assert native.sketches_fit(given.queries, given.rows, given.layout)
     assert not native.sketches_fit(given.queries, given.rows, replace(given.layout, page_size=24))
     assert not native.sketches_fit(given.queries, given.rows[:, ::2], given.layout)
+
+
+@pytest.mark.parametrize("change", [
+    {"dtype": torch.float16}, {"values": torch.bfloat16}, {"head_dim": 80}, {"valid": torch.int64}, {"pages": 2},
+], ids=str)  # fmt: skip
+def test_rows_are_not_written_of_tensors_that_the_core_cannot_read(change: dict[str, Any]) -> None:
+    keys = torch.randn(2, 3, 16, change.get("head_dim", 64), dtype=change.get("dtype", torch.float32))
+    valid = torch.ones(change.get("pages", 3), 16, dtype=change.get("valid", torch.bool))
+    with refused(
+        "invalid_tensor: must be bool"
+        if {"valid", "pages"} & change.keys()
+        else "invalid_tensor: must be bfloat16 or float32"
+    ):
+        native.sketch_rows(sketch_layout(1, 64, 16), keys, keys.to(change.get("values", keys.dtype)), valid)
+
+
+def test_sketches_have_one_or_two_bits() -> None:
+    with refused("invalid_value: bits=3 must be 1 or 2"):
+        sketch_rows(3, torch.randn(2, 3, 16, 64), torch.randn(2, 3, 16, 64))
+
+
+def test_gradients_pass_through_a_rotation_that_was_made_without_them() -> None:
+    random_rotation.cache_clear()
+    with torch.inference_mode():
+        rotation = random_rotation(48, torch.device("cpu"))
+    query = torch.randn(48, requires_grad=True)
+    (query @ rotation).sum().backward()
+    assert query.grad is not None

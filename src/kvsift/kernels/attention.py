@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
+from kvsift.errors import InvalidTensor
 from kvsift.kernels.merge import merge_all
 from kvsift.native.shapes import supports
 from kvsift.types import Part
@@ -37,10 +38,18 @@ def attention(
 
     Returns:
         The part; output in the dtype of ``queries``.
+
+    Raises:
+        InputError: if there is not one value for each key, or ``causal`` not one key for each query.
     """
+    if keys.shape[:3] != values.shape[:3] or (causal and queries.shape[2] != keys.shape[2]):
+        raise InvalidTensor(
+            f"queries have shape {list(queries.shape)}, keys {list(keys.shape)} and values {list(values.shape)}; there "
+            f"must be one value for each key{', and one key for each query' if causal else ''}."
+        )
     if keys.shape[2] == 0:
         return nothing(queries)
-    if queries.shape[0] == 1 == queries.shape[2] and supports(queries[0], keys[0]):
+    if keys.shape[0] == queries.shape[0] == 1 == queries.shape[2] and supports(queries[0], keys[0]):
         output, lse = native.attend_dense(queries[0], keys[0], values[0], scale, softcap)
         return Part(output.unsqueeze(0), lse.unsqueeze(0))
     if softcap is None and fused_runs(queries, keys, causal):
@@ -114,7 +123,7 @@ def _blank(tensor: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
-    if causal and queries.shape[2] != keys.shape[2]:
+    if queries.shape[0] != keys.shape[0] or (causal and queries.shape[2] != keys.shape[2]):
         return False
     if queries.is_cuda:
         return (

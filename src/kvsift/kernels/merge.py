@@ -21,7 +21,8 @@ def merge(a: Part, b: Part) -> Part:
             num_queries] float32, natural log, -inf for a row without visible tokens.
 
     Returns:
-        The merged part, output in the dtype of ``a``. A part without visible tokens changes nothing.
+        The merged part, output in the dtype of ``a``. A part without visible tokens, whose output must be finite,
+        changes nothing.
 
     Raises:
         ValueError: if the two parts differ in shape.

@@ -1,7 +1,7 @@
 """The compiled core: attention, page scores and exact search in host memory, at the speed of that memory.
 
 ``available`` returns whether it is installed. Without it the other functions raise InputError with ``why_missing()``;
-``kvsift.native.twins`` has the same functions in plain torch.
+``kvsift.native.twins`` has those of attention, scores and search in plain torch.
 """
 
 from kvsift.native.attention import attend_dense, attend_units, merge_estimate, takes_estimate

@@ -58,10 +58,11 @@ def attend_units(
     attend. A token that is listed twice counts twice.
     """
     check_attended(queries if queries.dim() == 2 else queries.unsqueeze(1), keys, values)
-    if units.dim() != 2 or units.shape[0] not in (1, keys.shape[0], queries.shape[0]) or units.dtype != torch.int64:
+    readable = units.dim() == 2 and units.dtype == torch.int64 and units.is_cpu
+    if not readable or units.shape[0] not in (1, keys.shape[0], queries.shape[0]):
         raise InvalidTensor(
-            f"units are {list(units.shape)} {units.dtype}; they must be int64 [num_lists, capacity] with 1, "
-            f"{keys.shape[0]} or {queries.shape[0]} lists."
+            f"units are {list(units.shape)} {units.dtype} on {units.device}; they must be int64 [num_lists, capacity] "
+            f"on the CPU with 1, {keys.shape[0]} or {queries.shape[0]} lists."
         )
     if unit_size < 1:
         raise InvalidValue(f"unit_size={unit_size} must be at least 1.")
@@ -100,8 +101,11 @@ def merge_estimate(part: Part, estimate: Part) -> tuple[Part, float]:
 
 
 def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:
-    if shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous():
-        raise InvalidTensor(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
+    if shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous() or not shares.is_cpu:
+        raise InvalidTensor(
+            f"shares are {list(shares.shape)} {shares.dtype} on {shares.device}; they must be float32 "
+            f"{list(expected)}, contiguous, on the CPU."
+        )
 
 
 def _cap(softcap: float) -> float:

@@ -87,6 +87,7 @@ def turn(vectors: Tensor) -> Tensor:
 
 
 @lru_cache
+@torch.inference_mode(False)
 def _whole_rotation(head_dim: int, device: torch.device) -> tuple[Tensor, float]:
     """The rotation over a factor, and this. If head_dim is a power of two, the former has entries of 1 and -1: sums of
     codes are exact then, whoever adds them up."""

@@ -16,6 +16,7 @@ from kvsift.native.shapes import (
     check_finite,
     check_queries,
     check_rows,
+    check_valid,
     shape_of,
 )
 
@@ -81,6 +82,8 @@ def page_extremes(keys: Tensor, valid: Tensor | None) -> Tensor:
     None: all tokens are valid.
     """
     rows = keys.new_empty(*keys.shape[:2], 2 * keys.shape[3])
+    if valid is not None:
+        check_valid(valid, keys)
     valid = None if valid is None else valid.contiguous()
     core.page_extremes(
         keys.dtype == torch.bfloat16, keys.data_ptr(), keys.stride(0), len(keys),

@@ -148,11 +148,22 @@ def _lie_alike(keys: HeadRows, values: HeadRows) -> bool:
     return alike and values.is_cpu
 
 
+def check_valid(valid: Tensor, keys: Tensor) -> None:
+    """Raise InputError unless valid says of each token of keys [num_heads, num_pages, page_size, head_dim] whether it
+    is there."""
+    if valid.shape != keys.shape[1:3] or valid.dtype != torch.bool or not valid.is_cpu:
+        raise InvalidTensor(
+            f"valid is {list(valid.shape)} {valid.dtype} on {valid.device}; it must be bool {list(keys.shape[1:3])} on "
+            "the CPU."
+        )
+
+
 def check_pair(keys: HeadRows, values: HeadRows) -> None:
     """Raise InputError unless there is one value for each key, of the same width and dtype, at the same slots."""
     check_rows("keys", keys, coded=True)
     check_rows("values", values, coded=True)
-    if keys.shape != values.shape or keys.dtype != values.dtype:
+    if (keys.shape, pool_of(keys).shape, keys.dtype) != (values.shape, pool_of(values).shape, values.dtype):
+        keys, values = pool_of(keys), pool_of(values)
         raise InvalidTensor(
             f"keys are {list(keys.shape)} {keys.dtype} and values {list(values.shape)} {values.dtype}; "
             "they must have the same shape and dtype."

@@ -17,6 +17,7 @@ from kvsift.native.shapes import (
     check_finite,
     check_queries,
     check_runs,
+    check_valid,
     is_row_major,
 )
 from kvsift.native.sketch_format import LARGEST_PAGE, STRIP, SketchLayout
@@ -40,6 +41,14 @@ def takes_tokens(keys: Tensor, values: Tensor) -> bool:
 
 def sketch_rows(layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
     """uint8 [num_kv_heads, num_pages, width], as ``kernels.sketch.sketch_rows`` up to rounding."""
+    if not takes_tokens(keys, values) or keys.shape[2:] != (layout.page_size, layout.head_dim):
+        raise InvalidTensor(
+            f"keys are {list(keys.shape)} {keys.dtype} on {keys.device} and values {list(values.shape)} {values.dtype}"
+            f"; both must be bfloat16 or float32 [num_kv_heads, num_pages, {layout.page_size}, {layout.head_dim}] on "
+            "the CPU, the pages of a head contiguous."
+        )
+    if valid is not None:
+        check_valid(valid, keys)
     rows = torch.empty(*keys.shape[:2], layout.width, dtype=torch.uint8)
     valid, form = None if valid is None else valid.contiguous(), core.SketchFormat(*layout.numbers)
     core.sketch_rows(

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from kvsift.errors import InvalidValue
 from kvsift.native.shapes import LARGEST_HEAD_DIM
 
 STRIP = 16  # tokens; a page has a multiple of them
@@ -70,10 +71,13 @@ def sketches_read(page_size: int, head_dim: int) -> bool:
 @lru_cache
 def sketch_layout(bits: int, head_dim: int, page_size: int) -> SketchLayout:
     """Return the one layout of these sizes."""
+    if bits not in (1, 2):
+        raise InvalidValue(f"bits={bits} must be 1 or 2, per channel of a sketch.")
     return SketchLayout(bits, head_dim, page_size)
 
 
 @lru_cache
+@torch.inference_mode(False)  # gradients may pass through it later
 def random_rotation(head_dim: int, device: torch.device) -> Tensor:
     """An orthogonal matrix that spreads every channel over all, float32 [head_dim, head_dim]; vectors @ it rotates.
 
