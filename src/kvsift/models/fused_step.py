@@ -98,7 +98,7 @@ class FusedStep(Decoder):
         summaries: Sequence[Mapping[str, Tensor]], states: SlotStates, mode: StepMode,
         watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the logits after one more token per sequence; ``angles`` as of ``angles``."""
+        """Return the logits after one more token per sequence; ``angles`` is what the method of this name returns."""
         cos, sin = angles.index_select(0, batch.lengths).unbind(1)  # [batch, rotary_dim]
         steady, windows = batch.block > 0, states.windows(batch)
         x = self.embed(tokens)  # [batch, hidden]
