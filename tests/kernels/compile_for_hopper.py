@@ -69,14 +69,14 @@ def launch_all(pdl: bool) -> None:
         kind: torch.zeros(2, num_pages, of.width(head_dim), dtype=of.dtype or torch.bfloat16)
         for kind, of in SUMMARIES.items()
     }
-    qkv, angles, head_norm = zeros(2, 8 * head_dim), zeros(2, 64), zeros(head_dim)
+    qkv, angles, lengths, head_norm = zeros(2, 8 * head_dim), zeros(9, 2, 64), kv.lengths, zeros(head_dim)
     qkv_rotary_append_triton(
-        qkv, angles, angles, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
+        qkv, angles, lengths, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
     )
     kv8 = coded(kv)
-    qkv_rotary_append_triton(qkv, angles, angles, kv8, summaries, num_query_heads=4, pdl=pdl)
+    qkv_rotary_append_triton(qkv, angles, lengths, kv8, summaries, num_query_heads=4, pdl=pdl)
     qkv_rotary_append_triton(
-        zeros(2, 12 * head_dim), zeros(2, 32), zeros(2, 32), kv, summaries, num_query_heads=4, q_norm=head_norm,
+        zeros(2, 12 * head_dim), zeros(9, 2, 32), lengths, kv, summaries, num_query_heads=4, q_norm=head_norm,
         k_norm=head_norm, norm_offset=1.0, gated=True, pdl=pdl,
     )  # fmt: skip
     gate_heads_triton(zeros(2, 4, head_dim), zeros(2, 4, head_dim), pdl=pdl)

@@ -24,19 +24,19 @@ SHAPES = [
 ]
 
 
-def draw(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+def draw(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
     num_query_heads, num_kv_heads, head_dim, rotary_dim, more = shape
     torch.manual_seed(sum(shape[:4]))
     gated = "gates" in more
     qkv = 3 * torch.randn(3, ((2 if gated else 1) * num_query_heads + 2 * num_kv_heads) * head_dim)
-    angles = (100 * torch.rand(3, rotary_dim // 2)).repeat(1, 2)
+    angles = (100 * torch.rand(9, rotary_dim // 2)).repeat(1, 2)  # of lengths
     weights = torch.rand(2, head_dim) + 0.5
     how: dict[str, Any] = {"num_query_heads": num_query_heads, "norm_eps": 1e-5}
     if gated:
         how |= {"gated": True, "norm_offset": 1.0}
     if more:
         how |= {"q_norm": weights[0].to(DEVICE, dtype), "k_norm": weights[1].to(DEVICE, dtype)}
-    return *(t.to(DEVICE, dtype) for t in (qkv, angles.cos(), angles.sin())), how  # type: ignore[return-value]
+    return *(t.to(DEVICE, dtype) for t in (qkv, torch.stack((angles.cos(), angles.sin()), 1))), how  # type: ignore[return-value]
 
 
 def case(shape: Shape, dtype: torch.dtype) -> PagedKV:
@@ -46,10 +46,10 @@ def case(shape: Shape, dtype: torch.dtype) -> PagedKV:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dtype) -> None:
-    qkv, cos, sin, how = draw(shape, dtype)
+    qkv, angles, how = draw(shape, dtype)
     kv = case(shape, dtype)
     other = copy_of(kv)
-    queries = qkv_rotary_append_reference(qkv, cos, sin, kv, {}, **how)
+    queries = qkv_rotary_append_reference(qkv, angles, kv.lengths, kv, {}, **how)
     if "gates" in shape[4]:
         gated, rest = qkv.split([2 * shape[0] * shape[2], 2 * shape[1] * shape[2]], 1)
         q = gated.view(3, shape[0], -1).chunk(2, 2)[0]  # as Qwen3_5Attention splits them
@@ -61,7 +61,7 @@ def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dt
             norm = (Qwen3_5RMSNorm if "gates" in shape[4] else Qwen3RMSNorm)(shape[2], eps=1e-5).to(DEVICE)
             norm.weight.data = how[name]
             q, k = (norm(states), k) if name == "q_norm" else (q, norm(states))
-    rotary = shape[3]
+    rotary, (cos, sin) = shape[3], angles[kv.lengths.long()].unbind(1)
     turned = apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
     q, k = (torch.cat([turn, states[..., rotary:]], -1) for turn, states in zip(turned, (q, k)))
     append_reference(other, k, v, {})
@@ -74,15 +74,15 @@ def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_twin_is_as_near_to_float32_as_the_reference(shape: Shape, dtype: torch.dtype) -> None:
-    qkv, cos, sin, how = draw(shape, dtype)
+    qkv, angles, how = draw(shape, dtype)
     kv = case(shape, dtype)
     summaries = pools_of(["minmax"], kv)
     wide = case(shape, torch.float32)
     wide_how = {name: value.float() if isinstance(value, Tensor) else value for name, value in how.items()}
-    exact = qkv_rotary_append_reference(qkv.float(), cos.float(), sin.float(), wide, {}, **wide_how)
+    exact = qkv_rotary_append_reference(qkv.float(), angles.float(), kv.lengths, wide, {}, **wide_how)
     other = copy_of(kv)
-    own = qkv_rotary_append_reference(qkv, cos, sin, other, {}, **how)
-    queries = qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, **how)
+    own = qkv_rotary_append_reference(qkv, angles, kv.lengths, other, {}, **how)
+    queries = qkv_rotary_append_triton(qkv, angles, kv.lengths, kv, summaries, **how)
     if not shape[4] and dtype != torch.float32 and DEVICE == "cpu":  # a GPU may contract a product and a sum
         assert torch.equal(queries, own)  # two products and a sum, each rounded: no room for a choice
         assert same(kv.keys, other.keys)
@@ -99,7 +99,7 @@ def test_the_twin_is_as_near_to_float32_as_the_reference(shape: Shape, dtype: to
 
 
 def test_the_dispatcher_takes_what_the_tensors_need() -> None:
-    qkv, cos, sin, how = draw(SHAPES[1], torch.float32)
+    qkv, angles, how = draw(SHAPES[1], torch.float32)
     kv = case(SHAPES[1], torch.float32)
-    own = qkv_rotary_append_reference(qkv, cos, sin, copy_of(kv), {}, **how)
-    torch.testing.assert_close(qkv_rotary_append(qkv, cos, sin, kv, {}, **how), own)
+    own = qkv_rotary_append_reference(qkv, angles, kv.lengths, copy_of(kv), {}, **how)
+    torch.testing.assert_close(qkv_rotary_append(qkv, angles, kv.lengths, kv, {}, **how), own)

@@ -72,6 +72,10 @@ def test_spans_are_what_the_budget_says_and_lists_have_room(budget: Budget, page
         )
         page_spans_triton(on_device, twin, page_size, batch.budgets)
         assert torch.equal(twin, spans)
+        before, twin = on_device - 1, torch.full_like(spans, -7)
+        page_spans_triton(before, twin, page_size, batch.budgets, batch.growth)
+        assert torch.equal(twin, spans)
+        assert torch.equal(before, on_device)
     for length, (first, stop, chosen, held) in zip(lengths, spans.tolist()):
         candidates = budget.candidates(length - 1, page_size)
         units = min(budget.units(length - 1, page_size), candidates.count)

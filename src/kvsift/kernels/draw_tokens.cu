@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int BINS = 2048, WARPS = THREADS / 32;
+constexpr int VECTOR = 16 / sizeof(LOGIT);
 constexpr float UNIT = 1099511627776.f;  // 2^40: shares are integers of this many parts of the likeliest token's
 static_assert(BINS == 2 * THREADS, "a thread has two bins");
 
@@ -246,14 +247,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draw_tokens(const __gri
     Row row{logits, min(max(a.vocabulary - member * a.share, 0), a.share), member * a.share, 0.f, 0.f,
             a.temperature[sequence], (u64)a.noise[sequence]};
     const LOGIT *from = a.logits + sequence * a.row + row.first;
-    Candidate own{__longlong_as_double(0xfff0000000000000ll), a.vocabulary};
+    float most = nothing();
+    int likely = a.vocabulary;
     bool wrong = false;
-    for (int i = thread; i < row.count; i += THREADS) {
-        float logit = from[i];
+    auto take = [&](int i, float logit) {
         logits[i] = logit;
         wrong |= logit != logit;
-        if (Candidate its{logit, row.first + i}; wins(its, own)) own = its;
+        int token = row.first + i;
+        if (logit > most || (logit == most && token < likely)) most = logit, likely = token;
+    };
+    int vectors = (u64)from % sizeof(uint4) ? 0 : row.count / VECTOR;  // loaded at once, and two at a time
+    for (int i = thread; i < vectors; i += 2 * THREADS) {
+        uint4 loaded[2] = {((const uint4 *)from)[i], ((const uint4 *)from)[min(i + THREADS, vectors - 1)]};
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j)
+                if (i + k * THREADS < vectors) take((i + k * THREADS) * VECTOR + j, ((const LOGIT *)&loaded[k])[j]);
     }
+    for (int i = vectors * VECTOR + thread; i < row.count; i += THREADS) take(i, from[i]);
+    Candidate own{most, likely};
     Candidate likeliest = best_of_all(s, own, wrong, turn);
     row.best = wrong ? __uint_as_float(0x7fc00000u) : (float)likeliest.number;
     row.inverse = 1.f / fminf(fmaxf((float)row.temperature, 1e-30f), 1e37f);  // beyond, the draw is the same

@@ -1,4 +1,5 @@
-"""Candidate and visible units of the query at the end of each row, on the device: one launch at the start of a step."""
+"""Lengths, and candidate and visible units of the query at the end of each row, on the device: one launch at the start
+of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
-def page_spans(lengths: Tensor, unit_size: int, budgets: Tensor, out: Tensor | None = None) -> Tensor:
+def page_spans(
+    lengths: Tensor, unit_size: int, budgets: Tensor, out: Tensor | None = None, growth: Tensor | None = None
+) -> Tensor:
     """Return the spans of every row (``plan.budget.Budget`` defines them; this is its arithmetic).
 
     Args:
@@ -18,17 +21,22 @@ def page_spans(lengths: Tensor, unit_size: int, budgets: Tensor, out: Tensor | N
             least one of window); visible tokens, or -1; their share of the length, for rows without that number; and
             the length below which everything is visible.
         out: written; a new one by default.
+        growth: int32 [batch], what is added to ``lengths`` before, in place.
 
     Returns:
         int32 [batch, 4]: first candidate unit, the unit behind the last, units to choose, units held.
     """
     run = page_spans_triton if runs_on_triton(lengths) else page_spans_reference
     spans = lengths.new_empty(len(lengths), 4, dtype=torch.int32) if out is None else out
-    run(lengths, spans, unit_size, budgets)
+    run(lengths, spans, unit_size, budgets, growth)
     return spans
 
 
-def page_spans_reference(lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor) -> None:
+def page_spans_reference(
+    lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor, growth: Tensor | None = None
+) -> None:
+    if growth is not None:
+        lengths += growth
     sinks, window, tokens, _, min_context = budgets.long().unbind(1)
     window_start = (lengths - window).clamp_min(0) // page_size * page_size
     sinks_stop = torch.minimum(window_start, -(-sinks // page_size) * page_size)
@@ -43,17 +51,22 @@ def page_spans_reference(lengths: Tensor, out: Tensor, page_size: int, budgets: 
     out.copy_(torch.stack([first, first + count, chosen, -(-lengths // page_size)], 1))
 
 
-def page_spans_triton(lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor) -> None:
+def page_spans_triton(
+    lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor, growth: Tensor | None = None
+) -> None:
     _page_spans_kernel[(1,)](
-        lengths, budgets, out, len(lengths), PAGE=page_size, ROWS=power_of_two(len(lengths)), num_warps=1
+        lengths, growth, budgets, out, len(lengths), PAGE=page_size, ROWS=power_of_two(len(lengths)), num_warps=1
     )
 
 
 @jit
-def _page_spans_kernel(lengths_ptr, budgets_ptr, out_ptr, rows, PAGE: tl.constexpr, ROWS: tl.constexpr):
+def _page_spans_kernel(lengths_ptr, growth_ptr, budgets_ptr, out_ptr, rows, PAGE: tl.constexpr, ROWS: tl.constexpr):
     row = tl.arange(0, ROWS)
     inside = row < rows
     length = tl.load(lengths_ptr + row, mask=inside, other=1)
+    if growth_ptr is not None:
+        length += tl.load(growth_ptr + row, mask=inside, other=0)
+        tl.store(lengths_ptr + row, length, mask=inside)
     budgets_ptr += row * 5
     sinks = tl.load(budgets_ptr, mask=inside, other=0.0).to(tl.int32)
     window = tl.load(budgets_ptr + 1, mask=inside, other=1.0).to(tl.int32)

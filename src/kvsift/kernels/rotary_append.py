@@ -14,7 +14,7 @@ from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 
 
 def qkv_rotary_append(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
     gated: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -25,8 +25,9 @@ def qkv_rotary_append(
     Args:
         qkv: [rows, (num_query_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values.
             If ``gated``, a gate of as many numbers follows each query head (Qwen3-Next), which is left alone.
-        cos, sin: [rows, rotary_dim], of each row's position, with the same angles in both halves. The first
+        angles: [positions, 2, rotary_dim], cosines and sines, with the same angles in both halves. The first
             rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
+        lengths: int32 [rows], whose angles each row takes.
         kv: pools to write to; ``lengths`` count the new token.
         summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
         num_query_heads: number of query heads of the layer.
@@ -44,19 +45,19 @@ def qkv_rotary_append(
         "norm_offset": norm_offset, "gated": gated,
     }  # fmt: skip
     if runs_on_triton(qkv):
-        return qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
-    return qkv_rotary_append_reference(qkv, cos, sin, kv, summaries, **options)  # type: ignore[arg-type]
+        return qkv_rotary_append_triton(qkv, angles, lengths, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
+    return qkv_rotary_append_reference(qkv, angles, lengths, kv, summaries, **options)  # type: ignore[arg-type]
 
 
 def qkv_rotary_append_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
     gated: bool = False,
 ) -> Tensor:  # fmt: skip
     heads = qkv.unflatten(1, (-1, kv.head_dim))
     step = 2 if gated else 1
     queries, keys, values = heads.split([step * num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
-    queries = queries[:, ::step]
+    queries, (cos, sin) = queries[:, ::step], angles[lengths.long()].unbind(1)
     if q_norm is not None:
         queries = rms_norm_reference(queries, q_norm, norm_eps, norm_offset)
     if k_norm is not None:
@@ -74,18 +75,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv_rotary_append_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
+    qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
     gated: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = qkv.shape[0]
-    assert cos.stride() == sin.stride()
-    assert cos.stride(1) == qkv.stride(1) == 1
+    assert angles.is_contiguous()
+    assert qkv.stride(1) == 1
     queries = qkv.new_empty(rows, num_query_heads, kv.head_dim)
     _rotary_append_kernel[rows, num_query_heads + kv.num_kv_heads](
-        qkv, cos, sin, queries, q_norm, k_norm, norm_eps, qkv.stride(0), cos.stride(0),
-        **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=cos.shape[1],
-        OFFSET=norm_offset, GATED=gated, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        qkv, angles, lengths, queries, q_norm, k_norm, norm_eps, qkv.stride(0), **pool_arguments(kv, summaries),
+        H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=angles.shape[2], OFFSET=norm_offset, GATED=gated, PDL=pdl,
+        num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     summarise_without_twins(kv, summaries)
     return queries
@@ -93,8 +94,8 @@ def qkv_rotary_append_triton(
 
 @jit
 def _rotary_append_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angle_row, keys_ptr, values_ptr,
-    table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
+    qkv_ptr, angles_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, keys_ptr, values_ptr, table_ptr,
+    lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
     WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
     KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -103,13 +104,17 @@ def _rotary_append_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
-    if head >= H:  # the keys of the page are older than the kernel before, which may still be running
+    # angles and the keys of the page are older than the kernel before, which may still be running
+    angles_ptr += tl.load(rows_ptr + row).to(tl.int64) * 2 * ROTARY
+    cos = tl.load(angles_ptr + d, mask=d < ROTARY, other=1.0)
+    sin = tl.load(angles_ptr + ROTARY + d, mask=d < ROTARY, other=0.0)
+    if head >= H:
         page, slot, keys = load_page(
             row, head - H, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
-    qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
+    qkv = qkv_ptr + row * qkv_row
     STEP: tl.constexpr = 2 if GATED else 1  # heads from a query to the next one
     if head < H:
         query = rotated_head(qkv + head * STEP * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY, OFFSET)
@@ -126,10 +131,10 @@ def _rotary_append_kernel(
 
 @jit
 def rotated_head(
-    head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr,
+    head_ptr, cos, sin, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """One head [DP], normalised if it has a norm, its first ROTARY numbers rotated."""
+    """One head [DP], normalised if it has a norm, its first ROTARY numbers rotated by cos and sin [DP]."""
     d = tl.arange(0, DP)
     rotary = d < ROTARY
     partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
@@ -141,8 +146,7 @@ def rotated_head(
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
         x = weighted(wide * scale, tl.load(norm_ptr + d, mask=d < D, other=0.0), OFFSET, dtype)
         y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=rotary, other=0.0), OFFSET, dtype)
-    cos = tl.load(cos_ptr + d, mask=rotary, other=1.0).to(dtype).to(tl.float32)
-    sin = tl.load(sin_ptr + d, mask=rotary, other=0.0).to(dtype).to(tl.float32)
+    cos, sin = cos.to(dtype).to(tl.float32), sin.to(dtype).to(tl.float32)
     y = tl.where(d < ROTARY // 2, -y.to(tl.float32), y.to(tl.float32))
     # both products are rounded before the sum, as torch rounds them
     straight, across = (x.to(tl.float32) * cos).to(dtype), (y * sin).to(dtype)

@@ -62,7 +62,7 @@ class DecodeBatch:
             do not depend on other rows (``kernels.block_attention``).
 
     Attributes:
-        growth: what a step adds to each length.
+        growth: int32 [batch], what a step adds to each length.
         sizes: how many sequences a step may have, which are the first ones then; by default all.
         ranked: most units of a list of which some are left out; None: as many as it holds.
         dense_bytes: most bytes of the workspace of dense sequences; None: as many as fill the device.
@@ -82,7 +82,7 @@ class DecodeBatch:
         self.table, self.page_size, self.unit_size, self.block = table, page_size, unit_size or page_size, block
         self.capacity = self.need(budgets) if capacity is None else capacity
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=table.device)
-        self.growth: int | Tensor = 1
+        self.growth = torch.ones_like(self.lengths)
         self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
         self.budgets = torch.zeros(len(lengths), 5, dtype=torch.float64, device=table.device)
         self.set_budgets(budgets)
@@ -152,9 +152,10 @@ class DecodeBatch:
 
     def advance(self) -> None:
         """Add a token to every sequence: lengths and spans move on. Call before the layers of a step."""
-        self.lengths += self.growth
         if self.capacity:
-            spans_of(self.lengths, self.unit_size, self.budgets, self.spans)
+            spans_of(self.lengths, self.unit_size, self.budgets, self.spans, self.growth)
+        else:
+            self.lengths += self.growth
 
 
 class DecodeLayer:

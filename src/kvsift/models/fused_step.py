@@ -99,7 +99,6 @@ class FusedStep(Decoder):
         watched: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; ``angles`` is what the method of this name returns."""
-        cos, sin = angles.index_select(0, batch.lengths).unbind(1)  # [batch, rotary_dim]
         steady, windows = batch.block > 0, states.windows(batch)
         x = self.embed(tokens)  # [batch, hidden]
         paged = iter(zip(attention, summaries, strict=True))
@@ -110,8 +109,8 @@ class FusedStep(Decoder):
                 heads = self._feed_states(layer, x, qkv, states, index, steady)
             else:
                 append = partial(
-                    qkv_rotary_append, qkv, cos, sin, num_query_heads=self.num_query_heads, q_norm=layer.q_norm,
-                    k_norm=layer.k_norm, norm_eps=layer.head_eps, norm_offset=self.norm_offset,
+                    qkv_rotary_append, qkv, angles, batch.lengths, num_query_heads=self.num_query_heads,
+                    q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps, norm_offset=self.norm_offset,
                     gated=layer.gates_heads, pdl=self.pdl,
                 )  # fmt: skip
                 if layer.window is not None:
