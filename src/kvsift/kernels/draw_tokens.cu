@@ -12,7 +12,6 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 constexpr int BINS = 2048, WARPS = THREADS / 32;
-constexpr int VECTOR = 16 / sizeof(LOGIT);
 constexpr float UNIT = 1099511627776.f;  // 2^40: shares are integers of this many parts of the likeliest token's
 static_assert(BINS == 2 * THREADS, "a thread has two bins");
 
@@ -27,6 +26,11 @@ struct float16 {
         asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
         return x;
     }
+};
+
+constexpr int VECTOR = 16 / sizeof(LOGIT);
+struct alignas(16) Vector {  // loaded at once
+    LOGIT logits[VECTOR];
 };
 
 struct Arguments {
@@ -256,14 +260,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) draw_tokens(const __gri
         int token = row.first + i;
         if (logit > most || (logit == most && token < likely)) most = logit, likely = token;
     };
-    int vectors = (u64)from % sizeof(uint4) ? 0 : row.count / VECTOR;  // loaded at once, and two at a time
-    for (int i = thread; i < vectors; i += 2 * THREADS) {
-        uint4 loaded[2] = {((const uint4 *)from)[i], ((const uint4 *)from)[min(i + THREADS, vectors - 1)]};
+    int vectors = (u64)from % sizeof(Vector) ? 0 : row.count / VECTOR;
+    for (int i = thread; i < vectors; i += 2 * THREADS) {  // two are on their way at a time
+        Vector first = ((const Vector *)from)[i], second = ((const Vector *)from)[min(i + THREADS, vectors - 1)];
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
+        for (int j = 0; j < VECTOR; ++j) take(i * VECTOR + j, first.logits[j]);
+        if (i + THREADS >= vectors) break;
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j)
-                if (i + k * THREADS < vectors) take((i + k * THREADS) * VECTOR + j, ((const LOGIT *)&loaded[k])[j]);
+        for (int j = 0; j < VECTOR; ++j) take((i + THREADS) * VECTOR + j, second.logits[j]);
     }
     for (int i = vectors * VECTOR + thread; i < row.count; i += THREADS) take(i, from[i]);
     Candidate own{most, likely};
