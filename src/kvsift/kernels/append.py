@@ -73,13 +73,17 @@ def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> Non
         _summarise_newest(kv, rest)
 
 
-def append_sketches(layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep: Callable[..., Tensor]) -> None:
+def append_sketches(
+    layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep: Callable[..., Tensor], *, pdl: bool = False
+) -> None:
     """Write the sketches of the pages that the newest tokens fill, which ``append`` was not given. Of several tokens
     in one page, each a row, the one that fills it counts.
 
     Args:
         layers: the layers of a model, each with the pools of its summaries.
         keep: keep(make, arguments, key=key) returns what ``make`` made of the arguments when it first saw this key.
+        pdl: programmatic dependent launch: may start while the kernel before still runs, and lets the one behind it
+            start at once (Hopper and later).
     """
     for kind, bits in SKETCHES.items():
         pools = [(kv, summaries[kind]) for kv, summaries in layers if kind in summaries]
@@ -93,7 +97,8 @@ def append_sketches(layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep
             continue
         assert len({(*kv.keys.stride(), *kv.values.stride(), *rows.stride()) for kv, rows in pools}) == 1
         key = tuple(tensor.data_ptr() for kv, rows in pools for tensor in (kv.keys, kv.values, rows))
-        write_newest_triton(pools[0][0], bits, pools[0][1], keep(pool_addresses, pools, key=key), filled=True)
+        addresses = keep(pool_addresses, pools, key=key)
+        write_newest_triton(pools[0][0], bits, pools[0][1], addresses, filled=True, pdl=pdl)
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:

@@ -24,7 +24,7 @@ def pool_addresses(layers: Sequence[tuple[PagedKV, Tensor]]) -> Tensor:
 
 
 def write_newest_triton(
-    kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor | None = None, filled: bool = False
+    kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor | None = None, filled: bool = False, pdl: bool = False
 ) -> None:
     """Write the rows of the pages that hold each sequence's newest token, from the tokens up to it.
 
@@ -35,6 +35,7 @@ def write_newest_triton(
         addresses: those of all written layers (``pool_addresses``), whose pools are shaped like these; by default
             this one is.
         filled: only the rows of pages of which that token is the last.
+        pdl: programmatic dependent launch, see ``append_sketches``.
     """
     layout = SketchLayout(bits, kv.head_dim, kv.page_size)
     slots = max(16, power_of_two(kv.page_size))
@@ -45,7 +46,7 @@ def write_newest_triton(
         kv.table.stride(0), *rows.stride()[:2], D=kv.head_dim, DP=32 * power_of_two(layout.words), PAGE=kv.page_size,
         SLOTS=slots, BITS=bits, WORDS=layout.words, FACTORS=layout.factors, KEY_MEAN=layout.key_mean,
         VALUE_MEAN=layout.value_mean, SCALES=layout.scales, WIDTH=layout.width, LAYERED=addresses is not None,
-        FILLED=filled, num_warps=4 if slots <= 32 else 8,
+        FILLED=filled, PDL=pdl, num_warps=4 if slots <= 32 else 8, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 
 
@@ -132,8 +133,11 @@ def _sketch_kernel(
     k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
-    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr, FILLED: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr, FILLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if LAYERED:
         addresses_ptr += tl.program_id(2) * 3
         keys_ptr = tl.load(addresses_ptr).to(keys_ptr.dtype)

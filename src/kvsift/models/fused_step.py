@@ -133,7 +133,7 @@ class FusedStep(Decoder):
             x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
             x = layer.mlp.step(x, layer.before_mlp, steady=steady, pdl=self.pdl)
         written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
-        append_sketches(written, batch.space)
+        append_sketches(written, batch.space, pdl=self.pdl)
         return self.head(x, self.norm, steady=steady, pdl=self.pdl)
 
     def _feed_states(
