@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -109,6 +110,6 @@ def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:
 
 
 def _cap(softcap: float) -> float:
-    if not softcap > 0:
-        raise InvalidValue(f"softcap={softcap} must be positive, or None for no cap.")
+    if not 0 < softcap < math.inf:
+        raise InvalidValue(f"softcap={softcap} must be positive and finite, or None for no cap.")
     return softcap
