@@ -269,3 +269,22 @@ def test_a_cap_that_caps_nothing_is_refused(core: None, softcap: float) -> None:
     queries, keys, values = qkv((2, 2, 128, 20), torch.float32)
     with refused("invalid_value: None for no cap"):
         native.attend_dense(queries, keys, values, 0.1, softcap)
+
+
+@pytest.mark.parametrize("wrong", [None, [[1.0]], torch.zeros(4, 128).numpy()], ids=["None", "list", "array"])
+@pytest.mark.parametrize("place", ["queries", "keys", "values", "units"])
+def test_what_is_no_tensor_is_refused_by_name(core: None, wrong: object, place: str) -> None:
+    given: dict[str, object] = dict(zip(("queries", "keys", "values"), qkv((2, 2, 128, 20), torch.float32)))
+    given["units"] = torch.tensor([[0]])
+    given[place] = wrong
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.attend_units(**given, unit_size=16, spans=[], scale=0.1)  # type: ignore[arg-type]
+    if place == "units":
+        return
+    del given["units"]
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.attend_dense(**given, scale=0.1)  # type: ignore[arg-type]
+    if place == "values":
+        return
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.scan(given["queries"], given["keys"], 3)  # type: ignore[arg-type]
