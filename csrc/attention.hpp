@@ -59,7 +59,7 @@ class PageWeights {
     for (std::int64_t page = 0; page < num_pages; ++page) {
       const std::int64_t at = query * stride_ + page;
       const float weight = sums_[std::size_t(at)];
-      if (weight > 0.0f) shares[page] += weight * std::exp(references_[std::size_t(at / 4)] - lse);
+      if (weight != 0.0f) shares[page] += weight * std::exp(references_[std::size_t(at / 4)] - lse);
     }
   }
 
@@ -101,14 +101,15 @@ class PieceStates {
     std::fill(output, output + width, 0.0f);
     float maximum = kMinusInfinity, total = 0.0f;
     for (std::size_t at : states) maximum = std::max(maximum, maxima_[at]);
-    if (maximum == kMinusInfinity) return maximum;  // no token: output 0, lse -inf
-    for (std::size_t at : states) total += sums_[at] * std::exp(maxima_[at] - maximum);
+    const float reference = maximum == kMinusInfinity ? 0.0f : maximum;  // -inf - -inf is NaN
+    for (std::size_t at : states) total += sums_[at] * std::exp(maxima_[at] - reference);
+    if (total == 0.0f) return kMinusInfinity;  // no token: output 0, lse -inf; where all logits are NaN, so is the sum
     for (std::size_t at : states) {
-      const float weight = std::exp(maxima_[at] - maximum) / total;
+      const float weight = std::exp(maxima_[at] - reference) / total;
       const float* part = &outputs_[at * std::size_t(stride_)];
       for (int i = 0; i < width; ++i) output[i] += weight * part[i];
     }
-    return maximum + std::log(total);
+    return reference + std::log(total);
   }
 
  private:

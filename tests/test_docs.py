@@ -125,7 +125,9 @@ def test_rows_of_page_summaries_are_laid_out_as_the_page_for_new_methods_says() 
     torch.testing.assert_close(8 * eighth, torch.cat(expected["minmax"], -1), atol=0.1, rtol=0.2)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/python.md", "docs/tasks.md", "docs/transformers.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/functions.md", "docs/python.md", "docs/tasks.md", "docs/transformers.md"]
+)
 def test_python_in_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model wherever a page names one, and what a reader has: a model, inputs, a text, a file."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.kernels.merge import merge_reference
 from kvsift.native import twins
+from kvsift.native.coded_rows import encode_rows
 from kvsift.types import Part
 
 SHAPES = [  # num_kv_heads, group_size, head_dim, tokens
@@ -148,6 +149,65 @@ def test_a_head_that_sees_only_minus_infinity_is_no_number_nowhere(level: str) -
     assert lse.item() == -torch.inf
 
 
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("group", [1, 4, 6])  # 6: more queries than are attended together, but of AVX512-BF16
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_nan_in_a_key_or_query_shows_where_it_is_attended(
+    level: str, form: str, group: int, softcap: float | None
+) -> None:
+    queries, keys, values = qkv((2, group, 64, 700), torch.float32 if form == "float32" else torch.bfloat16)
+    wrong_queries, wrong_keys = queries.clone(), keys.clone()
+    wrong_queries[group, 9], wrong_keys[1, 650, 9] = torch.nan, torch.nan
+    if form == "int8":
+        keys, wrong_keys = (encode_rows(each, turned=True) for each in (keys, wrong_keys))
+        values = encode_rows(values)
+    units, spans = torch.tensor([[3, 40]]), [(690, 700)]  # unit 40 holds token 650
+    for output, lse in (
+        native.attend_dense(queries, wrong_keys, values, 0.1, softcap),
+        native.attend_units(queries, wrong_keys, values, units, 16, spans, 0.1, softcap),
+    ):
+        assert torch.equal(output.isnan().all(1), torch.arange(2 * group) >= group)
+        assert torch.equal(lse.isnan(), torch.arange(2 * group) >= group)
+        assert output[:group].isfinite().all()
+    unseen, _ = native.attend_units(queries, wrong_keys, values, units[:, :1], 16, spans, 0.1, softcap)
+    assert unseen.isfinite().all()
+    for output, lse in (
+        native.attend_dense(wrong_queries, keys, values, 0.1, softcap),
+        native.attend_units(wrong_queries, keys, values, units, 16, spans, 0.1, softcap),
+    ):
+        assert torch.equal(output.isnan().all(1), torch.arange(2 * group) == group)
+        assert torch.equal(lse.isnan(), torch.arange(2 * group) == group)
+
+
+def test_logits_of_infinity_and_a_scale_of_nan_are_no_attention(level: str) -> None:
+    queries, keys, values = qkv((1, 2, 64, 300), torch.float32)
+    large = keys.clone()
+    large[0, 200] = torch.inf * queries[0].sign()
+    for output, _ in (
+        native.attend_dense(queries[:1], large, values, 0.1),
+        native.attend_dense(queries, keys, values, torch.nan),
+    ):
+        assert output.isnan().all()  # as of torch
+
+
+def test_nan_of_a_later_token_does_not_show_in_those_before(level: str) -> None:
+    queries, keys, values = qkv((2, 4, 64, 300), torch.float32)
+    queries = queries.unsqueeze(1).repeat(1, 3, 1)
+    expected, _ = native.attend_dense(queries, keys, values, 0.1)
+    keys[:, -1] = torch.nan
+    output, _ = native.attend_dense(queries, keys, values, 0.1)
+    assert torch.equal(output[:, :2], expected[:, :2])
+    assert output[:, 2].isnan().all()
+
+
+def test_shares_of_pages_that_are_no_numbers_show(level: str) -> None:
+    queries, keys, values = qkv((2, 2, 64, 100), torch.float32)
+    keys[1, 20], shares = torch.nan, torch.empty(2, 7)
+    native.attend_dense(queries, keys, values, 0.1, shares=shares)
+    assert shares[0].isfinite().all()
+    assert shares[1].isnan().all()
+
+
 def test_parts_merge_to_the_whole(level: str) -> None:
     queries, keys, values = qkv((2, 4, 128, 900), torch.float32)
     a, a_lse = native.attend_dense(queries, keys[:, :333], values[:, :333], 0.1)
@@ -202,3 +262,29 @@ def test_what_the_core_cannot_read_is_refused(core: None, change, words: str) ->
     queries, keys, values = qkv((2, 2, 128, 20), torch.float32)
     with refused(words):
         native.attend_dense(*change(queries, keys, values), 0.1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, torch.inf, torch.nan])
+def test_a_cap_that_caps_nothing_is_refused(core: None, softcap: float) -> None:
+    queries, keys, values = qkv((2, 2, 128, 20), torch.float32)
+    with refused("invalid_value: None for no cap"):
+        native.attend_dense(queries, keys, values, 0.1, softcap)
+
+
+@pytest.mark.parametrize("wrong", [None, [[1.0]], torch.zeros(4, 128).numpy()], ids=["None", "list", "array"])
+@pytest.mark.parametrize("place", ["queries", "keys", "values", "units"])
+def test_what_is_no_tensor_is_refused_by_name(core: None, wrong: object, place: str) -> None:
+    given: dict[str, object] = dict(zip(("queries", "keys", "values"), qkv((2, 2, 128, 20), torch.float32)))
+    given["units"] = torch.tensor([[0]])
+    given[place] = wrong
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.attend_units(**given, unit_size=16, spans=[], scale=0.1)  # type: ignore[arg-type]
+    if place == "units":
+        return
+    del given["units"]
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.attend_dense(**given, scale=0.1)  # type: ignore[arg-type]
+    if place == "values":
+        return
+    with refused(f"invalid_tensor: {place}: {type(wrong).__name__} was given"):
+        native.scan(given["queries"], given["keys"], 3)  # type: ignore[arg-type]

@@ -82,3 +82,11 @@ def test_queries_that_rank_nothing_are_refused(core: None) -> None:
             native.choose_pages(queries, rows, 1.0, 5, 1)
     with refused("invalid_value"):
         native.choose_pages(torch.ones(4, 64), rows, 1.0, 5, 3)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(2, 4, 128).numpy()], ids=["None", "array"])
+def test_what_is_no_tensor_is_refused(core: None, wrong: object) -> None:
+    queries, rows = torch.randn(4, 64), pages(2, 4, 64, torch.float32)
+    for given in ((wrong, rows), (queries, wrong)):
+        with refused(f"invalid_tensor: {type(wrong).__name__} was given"):
+            native.choose_pages(*given, 0.1, 2, 2)  # type: ignore[arg-type]

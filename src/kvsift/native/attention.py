@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kvsift.errors import InvalidTensor, InvalidValue
 from kvsift.native.loader import AVAILABLE, core, num_threads
-from kvsift.native.shapes import ROW_DTYPES, ROW_TYPES, HeadRows, address_of, check_attended, shape_of
+from kvsift.native.shapes import ROW_DTYPES, ROW_TYPES, HeadRows, address_of, check_attended, no_tensor, shape_of
 from kvsift.types import Part
 
 SHARE_TOKENS = 16  # of a page of shares
@@ -30,7 +31,7 @@ def attend_dense(
     shares, float32 [num_kv_heads, ceil(n / 16)], is filled with the attention that each page of 16 tokens gets, summed
     over tokens and the query heads of the KV head.
     """
-    check_attended(queries, keys, values)
+    check_attended(queries, keys, values, several=True)
     num_tokens = queries.shape[1] if queries.dim() == 3 else 1
     if num_tokens > max(keys.shape[1], 1):
         raise InvalidTensor(f"there are {num_tokens} tokens and {keys.shape[1]} keys; each token has a key of its own.")
@@ -57,7 +58,9 @@ def attend_units(
     tokens [u * unit_size, (u + 1) * unit_size) as far as there are keys. spans (start, stop) of tokens that all heads
     attend. A token that is listed twice counts twice.
     """
-    check_attended(queries if queries.dim() == 2 else queries.unsqueeze(1), keys, values)
+    check_attended(queries, keys, values)
+    if not isinstance(units, Tensor):
+        raise no_tensor("units", units)
     readable = units.dim() == 2 and units.dtype == torch.int64 and units.is_cpu
     if not readable or units.shape[0] not in (1, keys.shape[0], queries.shape[0]):
         raise InvalidTensor(
@@ -109,6 +112,6 @@ def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:
 
 
 def _cap(softcap: float) -> float:
-    if not softcap > 0:
-        raise InvalidValue(f"softcap={softcap} must be positive, or None for no cap.")
+    if not 0 < softcap < math.inf:
+        raise InvalidValue(f"softcap={softcap} must be positive and finite, or None for no cap.")
     return softcap

@@ -85,12 +85,20 @@ def supports(queries: Tensor, rows: HeadRows) -> bool:
     )
 
 
+def no_tensor(name: str, given: object) -> InvalidTensor:
+    """The error of what is no tensor. Callers ask ``isinstance`` themselves: steps bound their calls."""
+    return InvalidTensor(f"{name}: {type(given).__name__} was given; it must be a torch.Tensor.")
+
+
 def check_rows(
     name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8, coded: bool = False
 ) -> None:
     """Raise InputError unless the core can read rows [num_kv_heads, n, width]; ``coded``: coded ones too. ``shape_of``
     checks their runs."""
-    width, rows = row_width(rows), pool_of(rows)
+    pool = pool_of(rows)
+    if not isinstance(pool, Tensor):
+        raise no_tensor(name, pool)
+    width, rows = row_width(rows), pool
     if rows.dim() != 3 or rows.shape[0] == 0:
         raise InvalidTensor(f"{name} have shape {list(rows.shape)}; they must be [num_kv_heads, n, head_dim].")
     if rows.device.type != "cpu" or rows.dtype not in (*ROW_DTYPES, *([torch.int8] if coded else [])):
@@ -105,6 +113,8 @@ def check_rows(
 
 def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
     """Raise InputError unless queries are [num_query_heads, head_dim] for these KV heads."""
+    if not isinstance(queries, Tensor):
+        raise no_tensor("queries", queries)
     if queries.dim() != 2 or queries.shape[1] != head_dim or queries.shape[0] == 0 or queries.shape[0] % num_kv_heads:
         raise InvalidTensor(
             f"queries have shape {list(queries.shape)}; they must be [num_query_heads, {head_dim}] of one token, "
@@ -120,19 +130,22 @@ def check_finite(queries: Tensor) -> None:
         raise NotFinite(NOT_FINITE)
 
 
-def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:
-    """Raise InputError unless the core attends these: ``check_pair``, and ``check_queries`` of each of the tokens in
-    queries [num_query_heads, num_tokens, head_dim], or of the one in [num_query_heads, head_dim]."""
+def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows, several: bool = False) -> None:
+    """Raise InputError unless the core attends these: ``check_pair``, and ``check_queries`` of the token in queries
+    [num_query_heads, head_dim]; ``several``: or of each of those in [num_query_heads, num_tokens, head_dim]."""
     if not (
-        supports(queries, keys)
-        and (queries.dim() == 2 or (queries.dim() == 3 and queries.shape[1] > 0))
+        isinstance(queries, Tensor)
+        and _lie_alike(keys, values)
+        and supports(queries, keys)
+        and (queries.dim() == 2 or (several and queries.dim() == 3 and queries.shape[1] > 0))
         and queries.shape[-1] == keys.shape[2] - (SCALE_BYTES if keys.dtype == torch.int8 else 0)
         and queries.shape[0] > 0
         and queries.shape[0] % keys.shape[0] == 0
-        and _lie_alike(keys, values)
     ):  # something is wrong, or allowed and rare, such as queries of another dtype
+        if not isinstance(queries, Tensor):
+            raise no_tensor("queries", queries)
         check_pair(keys, values)
-        token = queries[:, 0] if queries.dim() == 3 and queries.shape[1] else queries
+        token = queries[:, 0] if several and queries.dim() == 3 and queries.shape[1] else queries
         check_queries(token, keys.shape[0], row_width(keys))
 
 

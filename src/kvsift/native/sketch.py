@@ -19,6 +19,7 @@ from kvsift.native.shapes import (
     check_runs,
     check_valid,
     is_row_major,
+    no_tensor,
 )
 from kvsift.native.sketch_format import LARGEST_PAGE, STRIP, SketchLayout
 
@@ -105,6 +106,8 @@ def _check(
     queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
 ) -> None:
     pool = rows.pool if isinstance(rows, PooledRows) else rows
+    if not isinstance(pool, Tensor):
+        raise no_tensor("rows", pool)
     if not layout.is_read_by_core:
         raise InvalidValue(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
