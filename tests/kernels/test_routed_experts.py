@@ -19,6 +19,7 @@ from kvsift.kernels.routed_experts import (
     ExpertStacks,
     choose_experts_reference,
     choose_experts_triton,
+    choose_tiling,
     gate_experts_reference,
     gate_experts_triton,
     mix_experts_reference,
@@ -26,11 +27,14 @@ from kvsift.kernels.routed_experts import (
     takes_stack,
 )
 from kvsift.kernels.scaled_weight import FP8, ScaledStack
+from kvsift.kernels.streamed_experts import streams_experts
 from kvsift.native.experts import Routing
 
 SIZES = [(8, 2, 300, 40), (33, 3, 256, 24), (6, 6, 64, 256)]  # (experts, top_k, hidden, inter)
 KINDS = ["plain", "output", "block", "float4"]
+ROWS = [1, 3]
 if DEVICE == "cuda":
+    ROWS += [8, 9]
     SIZES += [(128, 8, 2048, 768), (512, 10, 2048, 512), (8, 4, 2880, 360)]
 
 
@@ -118,7 +122,7 @@ def test_the_first_of_equal_experts_is_chosen_whatever_the_logits(sigmoid: bool)
 
 
 @needs_triton
-@crossed(size=SIZES, rows=[1, 3], dtype=DTYPES, kind=KINDS, biased=[False, True])
+@crossed(size=SIZES, rows=ROWS, dtype=DTYPES, kind=KINDS, biased=[False, True])
 def test_experts_are_gated_and_mixed(
     size: tuple[int, int, int, int], rows: int, dtype: torch.dtype, kind: str, biased: bool
 ) -> None:
@@ -148,10 +152,38 @@ def test_4_bit_floats_of_all_exponents_are_expanded_exactly() -> None:
 
 
 @needs_triton
-def test_a_row_has_the_same_bits_alone_and_beside_others() -> None:
-    x, norm, stacks = drawn(SIZES[1], 5, torch.float16, shared="gated")
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("size", SIZES[1:4:2])
+def test_a_row_has_the_same_bits_alone_and_beside_others(size: tuple[int, int, int, int], kind: str) -> None:
+    x, norm, stacks = drawn(size, 5, torch.float16, kind, shared="gated")
     normal, chosen, weights = choose_experts_triton(x, norm, stacks)
     mixed = mix_experts_triton(gate_experts_triton(normal, chosen, stacks), chosen, weights, x, stacks)
     alone = choose_experts_triton(x[2:3], norm, stacks)
     heads = gate_experts_triton(*alone[:2], stacks)
     assert torch.equal(mix_experts_triton(heads, *alone[1:], x[2:3], stacks)[0], mixed[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 11])
+@pytest.mark.parametrize("alike", [False, True])  # all rows have the same experts
+@pytest.mark.parametrize("kind", ["output", "block"])
+@pytest.mark.parametrize("size", [(128, 8, 2048, 768), (5, 2, 384, 136), (64, 10, 5120, 512), (16, 1, 128, 128)])
+def test_experts_that_are_read_once_give_what_those_of_each_row_give(
+    size: tuple[int, int, int, int], kind: str, alike: bool, rows: int
+) -> None:
+    x, norm, stacks = drawn(size, rows, torch.bfloat16, kind, shared="plain")
+    normal, chosen, weights = choose_experts_triton(x, norm, stacks)
+    if alike:
+        chosen = chosen[:1].repeat(rows, 1)
+    assert streams_experts(normal, chosen, stacks.gate_up)
+    heads = gate_experts_triton(normal, chosen, stacks, pdl=True)
+    by_rows = gate_experts_triton(normal, chosen, stacks, tiling=choose_tiling(stacks.gate_up, True))
+    torch.testing.assert_close(heads, by_rows, rtol=2e-2, atol=1e-2)
+    if size[3] % 128 == 0:
+        assert streams_experts(heads.flatten(0, 1), chosen, stacks.down)
+    mixed = mix_experts_triton(heads, chosen, weights, x, stacks, pdl=True)
+    tiling = choose_tiling(stacks.down, False)
+    torch.testing.assert_close(
+        mixed, mix_experts_triton(heads, chosen, weights, x, stacks, tiling=tiling), rtol=2e-2, atol=1e-2
+    )

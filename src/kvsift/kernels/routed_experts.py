@@ -20,6 +20,7 @@ from kvsift.kernels.linear import gate_reference, gated
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.scaled_weight import ScaledStack
 from kvsift.kernels.skinny_product import SCALE_INS, Tiling, in_registers, prefetch, sum_products
+from kvsift.kernels.streamed_experts import streamed_experts, streams_experts
 from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl, triton
 from kvsift.native.experts import Routing, mix_reference, route_reference
 
@@ -274,6 +275,9 @@ def expert_products(
 ) -> Tensor:  # fmt: skip
     """Products of rows [rows, in] and the weights of their experts [rows or their pairs of experts, out]: [rows,
     per_row, out], or gates and ups joined, half as many."""
+    if tiling is None and bias is None and clamps is None and streams_experts(x, chosen, weight):
+        assert isinstance(weight, ScaledStack)
+        return streamed_experts(x, chosen, weight, gated=gates, pdl=pdl)
     (_, width, num_in), pairs, tiling = weight.shape, chosen.numel(), tiling or choose_tiling(weight, gates)
     values, scales, scale_outs, scale_ins = weight, None, 1, 0
     if isinstance(weight, ScaledStack):

@@ -48,13 +48,16 @@ struct Arguments {
     const u8 *zeros;      // of groups, or null: all are 8
     const u16 *norm, *bias, *residual;  // or null
     u16 *out;
+    const int *chosen;    // experts of each row, per_row of them
     i64 x_row, residual_row, weight_row;  // the last one in bytes
+    i64 of_expert, scales_of_expert;      // from an expert's to the next one's, bytes and scales
     int rows, num_in, num_out;
     int gated;            // the outputs are gates, and as many values that they are multiplied with follow
     int scale_outs;       // outputs that share a scale
     int scale_row;        // scales from an output's to the next one's
     int scale_steps;      // 1 if each step of inputs has a scale of its own, else 0
-    int tiles;
+    int tiles;            // of all outputs, or of those of an expert
+    int per_row, by_pair; // by_pair: x has a row for each pair of a row and its expert
     float eps, norm_offset;  // of the norm; what is added to its weight
 };
 static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/streamed_linear.py differs");

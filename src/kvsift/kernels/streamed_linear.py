@@ -33,10 +33,10 @@ SHARED_BYTES = 225 << 10  # of a block, next to what the kernel has for itself
 SPLITS, LEAST_STEPS, EARLY = (2, 4, 1), 8, 2
 
 
-_LinearArguments = arguments(
-    "x weight scales zeros norm bias residual out",
-    "x_row residual_row weight_row",
-    "rows num_in num_out gated scale_outs scale_row scale_steps tiles",
+StreamArguments = arguments(
+    "x weight scales zeros norm bias residual out chosen",
+    "x_row residual_row weight_row of_expert scales_of_expert",
+    "rows num_in num_out gated scale_outs scale_row scale_steps tiles per_row by_pair",
     "eps norm_offset",
 )
 
@@ -89,11 +89,11 @@ def streamed_linear(
     num_out = values.shape[0] // (2 if gated else 1)
     out = x.new_empty(rows, num_out)
     norm_weight, eps, offset = (*(norm or (None, 0.0)), 0.0)[:3]
-    tensors = (x, values, scales, zeros, norm_weight, bias, residual, out)
-    given = _LinearArguments(
+    tensors = (x, values, scales, zeros, norm_weight, bias, residual, out, None)
+    given = StreamArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), rows, num_in, num_out, int(gated),
-        scale_outs, scales.stride(0), int(by_block), _tiles(weight), eps, offset,
+        x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), 0, 0, rows, num_in, num_out,
+        int(gated), scale_outs, scales.stride(0), int(by_block), _tiles(weight), 0, 0, eps, offset,
     )  # fmt: skip
     grid = _grid(weight, x)
     assert grid is not None
@@ -125,7 +125,7 @@ def _grid(weight: ScaledWeight | Int4Weight, x: Tensor) -> Grid | None:
     if isinstance(weight, Int4Weight):
         stage += OUTS * (512 // weight.ins + max(4, 256 // weight.ins))  # scales and zero points of 256 codes
         row = 2 * (num_in + 64) + num_in // weight.ins * 8  # two halves, and what the groups count
-    blocks = min(_tiles(weight), _processors(x.device))
+    blocks = min(_tiles(weight), processors_of(x.device))
     sums = -(-_tiles(weight) // blocks) * OUTS * (WARPS * rows + 1) * 4  # and scales, of all tiles of a block
     for stages in range(STAGES, 1, -1):
         shared = WARPS * stages * stage + rows * row + sums
@@ -156,7 +156,7 @@ def _grid_of_clusters(weight: ScaledWeight, x: Tensor) -> Grid | None:
 def _clusters(weight: ScaledWeight, dtype: torch.dtype, split: int, device: torch.device) -> int:
     """Return how many clusters run at once."""
     if split == 1:
-        return _processors(device)
+        return processors_of(device)
     return _most_clusters(_kernel(weight, dtype, MAX_ROWS, STAGES, split, device.index or 0), split)
 
 
@@ -166,7 +166,7 @@ def _most_clusters(kernel: Kernel, split: int) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -179,7 +179,7 @@ def _kernel(
         "SPLIT": split or 1, "EARLY": EARLY, "GROUP": group or 32,
         "SCALE_HALF": int(weight.scales.dtype == torch.float16),
         "AT_ONCE": min(MAX_ROWS // 2 // power_of_two(rows), 256 // group) if group else 1,
-        "ARGUMENT_BYTES": ctypes.sizeof(_LinearArguments),
+        "ARGUMENT_BYTES": ctypes.sizeof(StreamArguments),
     }  # fmt: skip
     name = "streamed_rows" if split else "streamed_linear"
     sources = "streamed_common.cu", f"{name}.cu"
