@@ -18,12 +18,14 @@ from kvsift.native.packed import PackedCodes, PackedMatrix, packed_product
 from kvsift.native.product import product
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
-KINDS = ["4", "4 affine", "8", "8 affine", "8 halves"]
+KINDS = ["4", "4 affine", "4 in a row", "4 affine in a row", "8", "8 affine", "8 halves"]
 
 
 def drawn_codes(kind: str, num_out: int, num_in: int, seed: int = 0) -> PackedCodes:
     drawn, num_blocks = np.random.default_rng(seed), num_in // 32
     table = drawn.permutation(256)[:16].astype(np.uint8) if "4" in kind else None
+    if "in a row" in kind:  # as most formats have them, from any number on
+        table = (np.arange(16) + drawn.integers(0, 241)).astype(np.uint8)
     codes = drawn.integers(0, 256 if table is None else 16, (num_out, num_in)).astype(np.uint8)
     scales = drawn.normal(0, 1e-3, (num_out, num_blocks * (2 if "halves" in kind else 1)))
     minima = drawn.normal(0, 0.1, (num_out, num_blocks)) if "affine" in kind else None
