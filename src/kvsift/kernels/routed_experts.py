@@ -2,8 +2,9 @@
 the weighted sum of these.
 
 Each row is computed as if it were alone, so its bits do not depend on the number of rows. Programs that read the same
-weights for different rows run side by side, and find them in the GPU's cache; on Hopper ``streamed_experts`` reads those
-of 8 bits once, faster. An expert that all rows get is the last one of the stacks. The products of gpt-oss have biases, and its gates and ups alternate and are clamped.
+weights for different rows run side by side, and find them in the GPU's cache; on Hopper ``streamed_experts`` reads
+weights of 8 bits once, faster. An expert that all rows get is the last one of the stacks. The products of gpt-oss have
+biases, and its gates and ups alternate and are clamped.
 """
 
 from __future__ import annotations
