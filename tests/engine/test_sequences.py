@@ -461,7 +461,8 @@ def test_decoding_together_changes_no_bit(
     run(llm, *seqs)
     for seq, expected in zip(seqs, alone):
         assert_equal(seq, expected)
-    assert max(groups) == (3 if path == "auto" and dtype == "float32" else 1)
+    # how many, depends on the time that the others' prompts take beside them
+    assert (max(groups) > 1) == (path == "auto" and dtype == "float32")
 
 
 def let_no_pool_grow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ struct Arguments {
     const u8 *zeros;      // of groups, or null: all are 8
     const u16 *norm, *bias, *residual;  // or null
     u16 *out;
-    const int *chosen;    // experts of each row, per_row of them
+    const int *chosen;    // experts of each row, per_row of them (streamed_experts.cu alone, as what follows of experts)
     i64 x_row, residual_row, weight_row;  // the last one in bytes
     i64 of_expert, scales_of_expert;      // from an expert's to the next one's, bytes and scales
     int rows, num_in, num_out;

@@ -167,6 +167,7 @@ def _most_clusters(kernel: Kernel, split: int) -> int:
 
 @cache
 def processors_of(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
