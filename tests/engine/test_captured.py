@@ -127,9 +127,11 @@ def test_hybrids_are_captured(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_gated_delta_nets_lose_what_rounding_costs(quantize: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen3_5", "Gemma3", "Gemma4 31B"])
+def test_fused_steps_of_hybrids_lose_what_rounding_costs(family: str, quantize: str | None, tmp_path: Path) -> None:
     """Alone, and in a batch, whose products are others."""
-    directory = write_model(tmp_path, "Qwen3_5", eos_token_id=None, **{**SIZES, **DELTA})
+    settings = {**SIZES, **HYBRIDS[family], "head_dim": 64}
+    directory = write_model(tmp_path, family.split()[0], eos_token_id=None, **settings)
     fast, slow = (llm(directory, path, "bfloat16", quantize=quantize) for path in ("captured", "composed"))
     for text, answer in zip(TEXTS[:1] + TEXTS, answers(fast, TEXTS[:1], plan="dense") + answers(fast, plan="dense")):
         assert answer.path == "captured"

@@ -79,12 +79,17 @@ def launch_all(pdl: bool) -> None:
         zeros(2, 12 * head_dim), zeros(9, 2, 32), lengths, kv, summaries, num_query_heads=4, q_norm=head_norm,
         k_norm=head_norm, norm_offset=1.0, gated=True, pdl=pdl,
     )  # fmt: skip
+    qkv_rotary_append_triton(
+        zeros(2, 6 * head_dim), zeros(9, 2, 96)[:, :, :64], lengths, kv, summaries, num_query_heads=4,
+        q_norm=head_norm, k_norm=head_norm, norm_offset=1.0, v_norm=True, values_are_keys=True, pdl=pdl,
+    )  # fmt: skip
     gate_heads_triton(zeros(2, 4, head_dim), zeros(2, 4, head_dim), pdl=pdl)
     for by_key_head in (False, True):
         net = DeltaNet(zeros(10240, 4), zeros(48), zeros(48), zeros(128), 1e-6, 16, 128, by_key_head)
         states = zeros(4, 2, 10240, 4), torch.zeros(4, 2, 48, 128, 128)
         delta_step_triton(zeros(2, 16384), zeros(2, 96), net, *states, torch.ones(1, dtype=torch.int64), pdl=pdl)
     rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
+    rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, residual=zeros(2, 512), scale=0.5, pdl=pdl)
     fp8 = torch.zeros(1000, 512, dtype=FP8)
     by_output, by_block = ScaledWeight(fp8, torch.ones(1000, 1), 1, 512), ScaledWeight(fp8, torch.ones(8, 4), 128, 128)
     codes, scales = torch.zeros(1000, 256, dtype=torch.uint8), torch.ones(1000, 4).half()
@@ -93,7 +98,7 @@ def launch_all(pdl: bool) -> None:
         for weight in (zeros(1000, 512), by_output, by_block, *int4):
             x = zeros(rows, 512)
             linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
-            linear_triton(x, weight, norm=norm, gated=True, pdl=pdl)
+            linear_triton(x, weight, norm=norm, gated=True, gelu=rows == 2, pdl=pdl)
     stacks = [(zeros(5, 256, 512), zeros(5, 512, 128))] + [
         tuple(ScaledStack(torch.zeros(5, *of, dtype=FP8), torch.ones(5, of[0] // outs, of[1] // ins(of[1])), outs,
                           ins(of[1])) for of in ((256, 512), (512, 128)))

@@ -8,7 +8,8 @@ import torch
 from kernels.conftest import DEVICE, DTYPES, far_memory, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvsift.kernels.linear import _gate_kernel, gate_triton, linear, linear_reference, linear_triton
@@ -41,18 +42,20 @@ def exactly(x: Tensor, gate_up: Tensor, how: dict[str, Any]) -> Tensor:
         norm, eps = how["norm"]
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
     gate, up = (x @ gate_up.double().T).chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    active = torch.nn.functional.gelu(gate, approximate="tanh") if how.get("gelu") else torch.nn.functional.silu(gate)
+    return active * up
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize(("rows", "inter", "num_in", "tiling"), CASES)
 def test_the_twin_is_as_near_to_the_exact_product_as_torch(
-    rows: int, inter: int, num_in: int, tiling: Tiling | None, normed: bool, dtype: torch.dtype
+    rows: int, inter: int, num_in: int, tiling: Tiling | None, gelu: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     x, gate_up, norm = draw(rows, inter, num_in, dtype)
-    how: dict[str, Any] = {"norm": norm if normed else None}
+    how: dict[str, Any] = {"norm": norm if normed else None, "gelu": gelu}
     twin = linear_triton(x, gate_up, gated=True, tiling=tiling, **how)
     exact, own = exactly(x, gate_up, how), linear_reference(x, gate_up, gated=True, **how)
     assert twin.dtype == dtype
@@ -61,11 +64,12 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("inter", [40, 1500])  # less than a block, more
-def test_the_gate_of_a_finished_product_is_that_of_the_reference(inter: int, dtype: torch.dtype) -> None:
+def test_the_gate_of_a_finished_product_is_that_of_the_reference(inter: int, gelu: bool, dtype: torch.dtype) -> None:
     x, gate_up, _ = draw(3, inter, 16, dtype)
-    exact, own = exactly(x, gate_up, {}), linear_reference(x, gate_up, gated=True)
-    found = gate_triton(torch.nn.functional.linear(x, gate_up))
+    exact, own = exactly(x, gate_up, {"gelu": gelu}), linear_reference(x, gate_up, gated=True, gelu=gelu)
+    found = gate_triton(torch.nn.functional.linear(x, gate_up), gelu)
     assert found.dtype == dtype
     assert distance(found, exact) <= 2 * distance(own, exact)
 
@@ -78,7 +82,7 @@ def test_a_gate_that_lies_beyond_32_bits_is_read_where_it_lies(tmp_path: Path) -
     gate_up[..., :1024] = torch.randn(rows, 2, 1024, generator=torch.Generator().manual_seed(0)).half()
     (tmp_path / "out").mkdir()
     found = far_memory(tmp_path / "out", rows * inter, torch.float16).view(rows, inter)
-    _gate_kernel[(rows, 1)](gate_up, found, inter, BLOCK=1024)
+    _gate_kernel[(rows, 1)](gate_up, found, inter, BLOCK=1024, GELU=False)
     gate, up = gate_up[..., :1024].unbind(1)
     torch.testing.assert_close(found[:, :1024], torch.nn.functional.silu(gate) * up)
 
@@ -101,11 +105,15 @@ def test_the_reference_is_the_first_half_of_transformers_mlp() -> None:
     mlp = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2)).to(DEVICE, torch.bfloat16)
     mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
     assert torch.equal(mlp.down_proj(linear_reference(x, gate_up, gated=True)), mlp(x))
+    gemma = Gemma3MLP(Gemma3TextConfig(hidden_size=16, intermediate_size=32)).to(DEVICE, torch.bfloat16)
+    gemma.gate_proj.weight.data, gemma.up_proj.weight.data = gate_up.chunk(2)
+    assert torch.equal(gemma.down_proj(linear_reference(x, gate_up, gated=True, gelu=True)), gemma(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("rows", [1, 4, 40])
-def test_any_rows_and_dtype_are_answered(rows: int, dtype: torch.dtype) -> None:
+def test_any_rows_and_dtype_are_answered(rows: int, gelu: bool, dtype: torch.dtype) -> None:
     x, gate_up, norm = draw(rows, 24, 64, dtype)
-    own = linear_reference(x, gate_up, norm=norm, gated=True)
-    torch.testing.assert_close(linear(x, gate_up, norm=norm, gated=True), own, rtol=0.02, atol=0.05)
+    own = linear_reference(x, gate_up, norm=norm, gated=True, gelu=gelu)
+    torch.testing.assert_close(linear(x, gate_up, norm=norm, gated=True, gelu=gelu), own, rtol=0.02, atol=0.05)

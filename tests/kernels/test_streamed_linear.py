@@ -99,12 +99,15 @@ def test_gates_are_multiplied_by_their_own_scales(
     if kind == "block" and inter % BLOCK:
         weight = weight.finer(4)  # type: ignore[union-attr]
     x, how = draw(min(rows, most_rows(kind)), 2 * inter, num_in, dtype)
-    found = streamed_linear(x, weight, norm=how["norm"], gated=True)
     gate, up = exactly(x, exact, {"norm": how["norm"]}).chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert distance(found, expected) <= 2 * distance(
-        linear_reference(x, weight, norm=how["norm"], gated=True), expected
-    )
+    for gelu, active in (
+        (False, torch.nn.functional.silu(gate)),
+        (True, torch.nn.functional.gelu(gate, approximate="tanh")),
+    ):
+        found, own = (
+            run(x, weight, norm=how["norm"], gated=True, gelu=gelu) for run in (streamed_linear, linear_reference)
+        )
+        assert distance(found, active * up) <= 2 * distance(own, active * up)
 
 
 @pytest.mark.parametrize("kind", ["output", "block", "int4 32"])

@@ -14,6 +14,8 @@ from kvsift.models.projection import Projection
 from kvsift.plan.capabilities import reason
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+GEMMA = {**WINDOWS, "hidden_size_per_layer_input": 0}
 DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
 
@@ -66,7 +68,7 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe", "GptOss")]
-    + [("Qwen3_5", DELTA)],
+    + [("Qwen3_5", DELTA), ("Gemma2", {}), ("Gemma3", {}), ("Gemma4", GEMMA), ("Ministral", WINDOWS)],
 )
 def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> None:
     assert kind_of_step(tiny(family, **changes)) == ("fused", [])
@@ -82,7 +84,18 @@ def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> No
         ("Mixtral", {"sliding_window": 64}, "without full attention"),
         ("Mistral", {"sliding_window": 64}, "without full attention"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "without full attention"),
-        ("Llama", {"hidden_act": "gelu"}, "uses gelu, not silu"),
+        ("Llama", {"hidden_act": "gelu"}, "uses gelu, neither silu nor gelu_pytorch_tanh"),
+        ("Gemma4", {**GEMMA, "hidden_size_per_layer_input": 8}, "an embedding of its own (8 numbers"),
+        (
+            "Gemma4",
+            {**GEMMA, "num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2, "num_kv_shared_layers": 2},
+            "2 of its layers attend what others have stored",
+        ),
+        (
+            "Gemma4",
+            {**GEMMA, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+            "experts beside an MLP",
+        ),
         ("Qwen3_5", {"layer_types": ["linear_attention"] * 2}, "without full attention"),
         ("Qwen3_5", {**DELTA, "linear_value_head_dim": 160}, "linear heads of 160 numbers"),
         ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "changes its angles"),
@@ -94,7 +107,7 @@ def test_others_are_not_and_say_why(family: str, changes: dict[str, Any], says: 
     assert says in against[0]
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Gemma2"])
+@pytest.mark.parametrize("family", ["Phi3", "Olmo2"])
 def test_their_own_forward_is_a_step(family: str) -> None:
     assert kind_of_step(tiny(family))[0] == "own"
 

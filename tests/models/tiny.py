@@ -96,6 +96,9 @@ def randomised(model: PreTrainedModel) -> PreTrainedModel:
         else:
             spread = {"q_proj": 0.25, "k_proj": 0.25, "qkv_proj": 0.25, "sinks": 1.0}
             torch.nn.init.normal_(parameter, 0, next((s for part, s in spread.items() if part in name), 0.15))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):  # Gemma 4, of a layer's output
+            buffer.uniform_(0.7, 1.3)
     model.set_attn_implementation("eager")
     return model.eval()
 

@@ -1,5 +1,5 @@
 """A linear layer on a few rows, with the RMS norm before it and the residual after it in the same launch; or gate and
-up projection, and their product gated by SiLU. Also gates of heads of attention."""
+up projection, and their product gated by SiLU or GELU. Also gates of heads of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsift.native.product import product, takes_product
 
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None, residual: Tensor | None = None,
-    gated: bool = False, steady: bool = False, pdl: bool = False,
+    gated: bool = False, gelu: bool = False, steady: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` the product ``silu(gate) * up`` of the
     two halves of ``rms_norm(x) @ weight.T``; both, and SiLU, are rounded on the way.
@@ -29,6 +29,7 @@ def linear(
         norm: weight [in] and eps of an RMS norm of ``x``, and perhaps what is added to the weight.
         residual: [rows, out].
         gated: without bias and residual.
+        gelu: gated by GELU by tanh in place of SiLU.
         steady: a row has the same bits whatever the number of rows (``Projection.keeps_bits``).
         pdl: launch while the previous kernel still runs (Hopper and later), and prefetch the weights at once.
 
@@ -36,39 +37,41 @@ def linear(
         [rows, out] in the dtype of ``x``; half as many if ``gated``.
     """
     if isinstance(weight, Tensor) and takes_product(x, weight, steady):
-        return product(x, weight, bias, norm=norm, residual=residual, gated=gated)
+        return product(x, weight, bias, norm=norm, residual=residual, gated=gated, gelu=gelu)
     if not steady and streams(x, weight):
-        return streamed_linear(x, weight, bias, norm=norm, residual=residual, gated=gated, pdl=pdl)  # type: ignore[arg-type]
+        how = {"norm": norm, "residual": residual, "gated": gated, "gelu": gelu, "pdl": pdl}
+        return streamed_linear(x, weight, bias, **how)  # type: ignore[arg-type]
     if is_skinny(x, weight):
-        return linear_triton(x, weight, bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
+        how = {"norm": norm, "residual": residual, "gated": gated, "gelu": gelu, "steady": steady, "pdl": pdl}
+        return linear_triton(x, weight, bias, **how)  # type: ignore[arg-type]
     if norm is not None:
         x = rms_norm(x, *norm, pdl=pdl)
     y = full_product(x, weight, bias)
     if gated:
-        return gate_triton(y) if runs_on_triton(y) else gate_reference(y)
+        return gate_triton(y, gelu) if runs_on_triton(y) else gate_reference(y, gelu)
     return y if residual is None else residual + y
 
 
 def linear_reference(
     x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None,
-    residual: Tensor | None = None, gated: bool = False,
+    residual: Tensor | None = None, gated: bool = False, gelu: bool = False,
 ) -> Tensor:  # fmt: skip
     weight = weight if isinstance(weight, Tensor) else weight.expanded(x.dtype)
     y = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, weight, bias)
     if gated:
-        return gate_reference(y)
+        return gate_reference(y, gelu)
     return y if residual is None else residual + y
 
 
 def linear_triton(
     x: Tensor, weight: Weight, bias: Tensor | None = None, *, norm: Norm | None = None, residual: Tensor | None = None,
-    gated: bool = False, steady: bool = False, pdl: bool = False, tiling: Tiling | None = None,
+    gated: bool = False, gelu: bool = False, steady: bool = False, pdl: bool = False, tiling: Tiling | None = None,
 ) -> Tensor:  # fmt: skip
     arguments = product_arguments(x, weight, norm, tiling, steady, pdl)
     num_out, grid = weight.shape[0] // (2 if gated else 1), (triton.cdiv(weight.shape[0], arguments["OUTS"]),)
     out = x.new_empty(x.shape[0], num_out)
     if gated:
-        _gated_linear_kernel[grid](out, num_out, **arguments)
+        _gated_linear_kernel[grid](out, num_out, **arguments, GELU=gelu)
     else:
         residual_row = 0 if residual is None else residual.stride(0)
         _linear_kernel[grid](out, bias, residual, residual_row, num_out, **arguments)
@@ -104,7 +107,7 @@ def _gated_linear_kernel(
     out_ptr, inter, x_ptr, weight_ptr, scale_ptr, zero_ptr, norm_ptr, eps, norm_offset, x_row, weight_row, scale_row,
     rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALE_OUTS: tl.constexpr,
     SCALE_INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
     # a gate and its up are adjacent in the tile, so that one loop streams both and one thread has both
     pair = tl.arange(0, OUTS)
@@ -115,42 +118,46 @@ def _gated_linear_kernel(
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be
-    y = gated(gate, up)
+    y = gated(gate, up, GELU)
     row, outs = tl.arange(0, ROWS)[:, None], tl.program_id(0) * (OUTS // 2) + tl.arange(0, OUTS // 2)
     inside = (row < rows) & (outs < inter)[None, :]
     tl.store(out_ptr + row * inter + outs[None, :], y.to(dtype), mask=inside)
 
 
-def gate_reference(gate_up: Tensor) -> Tensor:
+def gate_reference(gate_up: Tensor, gelu: bool = False) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    active = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    return active * up
 
 
-def gate_triton(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]."""
+def gate_triton(gate_up: Tensor, gelu: bool = False) -> Tensor:
+    """Compute ``silu(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]; see ``linear``."""
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inter)
     _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid has at most 65,535 programs
-        gate_up, out, inter, BLOCK=1024, num_warps=4
+        gate_up, out, inter, BLOCK=1024, GELU=gelu, num_warps=4
     )
     return out
 
 
 @jit
-def gated(gate, up):
-    """Apply SiLU, which is rounded before the product, as in a separate module."""
+def gated(gate, up, GELU: tl.constexpr = False):
+    """Apply SiLU, or GELU by tanh, which is rounded before the product, as in a separate module."""
     wide = gate.to(tl.float32)
-    active = wide * tl.sigmoid(wide)
+    slope = wide
+    if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        slope = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    active = wide * tl.sigmoid(slope)
     return active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
 
 
 @jit
-def _gate_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up_ptr += row * 2 * inter
     gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
     up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)
-    tl.store(out_ptr + row * inter + i, gated(gate, up).to(gate.dtype), mask=i < inter)
+    tl.store(out_ptr + row * inter + i, gated(gate, up, GELU).to(gate.dtype), mask=i < inter)
 
 
 def gate_heads(heads: Tensor, gates: Tensor, *, pdl: bool = False) -> Tensor:

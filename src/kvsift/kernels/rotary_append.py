@@ -16,7 +16,7 @@ from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 def qkv_rotary_append(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False, pdl: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Normalise and rotate the heads of one token per row, append its key and value, return its queries.
 
@@ -26,7 +26,8 @@ def qkv_rotary_append(
         qkv: [rows, (num_query_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values.
             If ``gated``, a gate of as many numbers follows each query head (Qwen3-Next), which is left alone.
         angles: [positions, 2, rotary_dim], cosines and sines, with the same angles in both halves. The first
-            rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
+            rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2. Angles may be columns
+            of a wider table.
         lengths: int32 [rows], whose angles each row takes.
         kv: pools to write to; ``lengths`` count the new token.
         summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
@@ -34,6 +35,8 @@ def qkv_rotary_append(
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
         norm_eps: epsilon of these norms.
         norm_offset: added to their weights, see ``rms_norm``.
+        v_norm: values are normalised, too, without a weight (Gemma 4).
+        values_are_keys: values are the keys before their norm, and ``qkv`` ends with these.
         pdl: programmatic dependent launch: may start while the kernel before still runs, and lets the one behind it
             start beside both (Hopper and later).
 
@@ -42,7 +45,7 @@ def qkv_rotary_append(
     """
     options = {
         "num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps,
-        "norm_offset": norm_offset, "gated": gated,
+        "norm_offset": norm_offset, "gated": gated, "v_norm": v_norm, "values_are_keys": values_are_keys,
     }  # fmt: skip
     if runs_on_triton(qkv):
         return qkv_rotary_append_triton(qkv, angles, lengths, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
@@ -52,16 +55,19 @@ def qkv_rotary_append(
 def qkv_rotary_append_reference(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False,
 ) -> Tensor:  # fmt: skip
     heads = qkv.unflatten(1, (-1, kv.head_dim))
     step = 2 if gated else 1
-    queries, keys, values = heads.split([step * num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
+    queries, rest = heads.tensor_split([step * num_query_heads], 1)
+    keys, values = rest[:, : kv.num_kv_heads], rest[:, -kv.num_kv_heads :]
     queries, (cos, sin) = queries[:, ::step], angles[lengths.long()].unbind(1)
     if q_norm is not None:
         queries = rms_norm_reference(queries, q_norm, norm_eps, norm_offset)
     if k_norm is not None:
         keys = rms_norm_reference(keys, k_norm, norm_eps, norm_offset)
+    if v_norm:
+        values = rms_norm_reference(values, None, norm_eps)
     append_reference(kv, rotate(keys, cos, sin), values, summaries)
     return rotate(queries, cos, sin)
 
@@ -77,15 +83,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qkv_rotary_append_triton(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False, pdl: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = qkv.shape[0]
-    assert angles.is_contiguous()
+    assert angles.stride(2) == 1
     assert qkv.stride(1) == 1
     queries = qkv.new_empty(rows, num_query_heads, kv.head_dim)
     _rotary_append_kernel[rows, num_query_heads + kv.num_kv_heads](
-        qkv, angles, lengths, queries, q_norm, k_norm, norm_eps, qkv.stride(0), **pool_arguments(kv, summaries),
-        H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=angles.shape[2], OFFSET=norm_offset, GATED=gated, PDL=pdl,
+        qkv, angles, lengths, queries, q_norm, k_norm, norm_eps, qkv.stride(0), *angles.stride()[:2],
+        **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=angles.shape[2],
+        OFFSET=norm_offset, GATED=gated, V_NORM=v_norm, VALUES=0 if values_are_keys else kv.num_kv_heads, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     summarise_without_twins(kv, summaries)
@@ -94,10 +101,11 @@ def qkv_rotary_append_triton(
 
 @jit
 def _rotary_append_kernel(
-    qkv_ptr, angles_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, keys_ptr, values_ptr, table_ptr,
-    lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
-    WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
-    KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    qkv_ptr, angles_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angles_row, angles_sin, keys_ptr,
+    values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries,
+    writers, WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    V_NORM: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     if PDL:  # attention reads early what is older than the product before this kernel
@@ -105,9 +113,9 @@ def _rotary_append_kernel(
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
     # angles and the keys of the page are older than the kernel before, which may still be running
-    angles_ptr += tl.load(rows_ptr + row).to(tl.int64) * 2 * ROTARY
+    angles_ptr += tl.load(rows_ptr + row).to(tl.int64) * angles_row
     cos = tl.load(angles_ptr + d, mask=d < ROTARY, other=1.0)
-    sin = tl.load(angles_ptr + ROTARY + d, mask=d < ROTARY, other=0.0)
+    sin = tl.load(angles_ptr + angles_sin + d, mask=d < ROTARY, other=0.0)
     if head >= H:
         page, slot, keys = load_page(
             row, head - H, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
@@ -122,7 +130,10 @@ def _rotary_append_kernel(
     else:
         qkv += (STEP - 1) * H * D
         key = rotated_head(qkv + head * D, cos, sin, k_norm_ptr, eps, D, DP, ROTARY, OFFSET)
-        value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
+        value = tl.load(qkv + (head + VALUES) * D + d, mask=d < D, other=0.0)  # that many heads behind the key
+        if V_NORM:
+            wide = value.to(tl.float32)
+            value = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(value.dtype)
         store_token(
             key, value, page, slot, keys, head - H, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page,
             v_slot, num_pages, summaries, writers, WIDTHS, SIZE, PAGE, D, DP,

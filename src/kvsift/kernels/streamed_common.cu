@@ -52,7 +52,8 @@ struct Arguments {
     i64 x_row, residual_row, weight_row;  // the last one in bytes
     i64 of_expert, scales_of_expert;      // from an expert's to the next one's, bytes and scales
     int rows, num_in, num_out;
-    int gated;            // the outputs are gates, and as many values that they are multiplied with follow
+    int gated;            // the outputs are gates, of SiLU (1) or GELU by tanh (2), and as many values follow, which
+                          // are multiplied with them
     int scale_outs;       // outputs that share a scale
     int scale_row;        // scales from an output's to the next one's
     int scale_steps;      // 1 if each step of inputs has a scale of its own, else 0
@@ -82,6 +83,11 @@ __device__ __forceinline__ u16 rounded(float x) {
     return bits;
 }
 __device__ __forceinline__ float cut(float x) { return as_float(rounded(x)); }
+__device__ __forceinline__ float activated(const Arguments &a, float gate) {  // both rounded
+    gate = cut(gate);
+    float slope = a.gated == 2 ? 1.5957691216f * (gate + 0.044715f * gate * gate * gate) : gate;
+    return cut(gate / (1.f + __expf(-slope)));
+}
 
 __device__ __forceinline__ void unpack(const uint4 &eight, float (&x)[8]) {
     const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};

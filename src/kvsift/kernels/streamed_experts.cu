@@ -182,10 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_experts(const 
                 float factor = s.factors[copy][row], y[2] = {total[j] * factor, total[j + 2] * factor};
                 u16 *out = a.out + (i64)pair * a.num_out;
                 int output = at.tile % tiles.per_expert * (a.gated ? OUTS / 2 : OUTS) + within;
-                if (a.gated) {
-                    float gate = cut(y[0]);
-                    y[0] = cut(gate / (1.f + __expf(-gate))) * cut(y[1]);
-                }
+                if (a.gated) y[0] = activated(a, y[0]) * cut(y[1]);
                 if (output < a.num_out) out[output] = rounded(y[0]);
                 if (!a.gated && output + OUTS / 2 < a.num_out) out[output + OUTS / 2] = rounded(y[1]);
             }

@@ -335,10 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_linear(const _
         output += (blockIdx.x + tile * gridDim.x) * outs;
         if (output >= a.num_out) continue;
         if (a.bias) y[0] += as_float(a.bias[output]);
-        if (a.gated) {
-            float gate = cut(y[0]);
-            y[0] = cut(gate / (1.f + __expf(-gate))) * cut(y[1]);
-        }
+        if (a.gated) y[0] = activated(a, y[0]) * cut(y[1]);
         if (a.residual) y[0] = cut(y[0]) + as_float(i == thread ? added : residual_of(i));
         a.out[(i64)row * a.num_out + output] = rounded(y[0]);
     }

@@ -65,7 +65,7 @@ def streams(x: Tensor, weight: object) -> bool:
 
 def streamed_linear(
     x: Tensor, weight: ScaledWeight | Int4Weight, bias: Tensor | None = None, *, norm: Norm | None = None,
-    residual: Tensor | None = None, gated: bool = False, pdl: bool = False,
+    residual: Tensor | None = None, gated: bool = False, gelu: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``residual + rms_norm(x) @ weight.T + bias``, or with ``gated`` what ``linear`` does then.
 
@@ -75,7 +75,7 @@ def streamed_linear(
         bias: [out].
         norm: weight [in] and eps of an RMS norm of ``x``, and perhaps what is added to the weight.
         residual: [rows, out].
-        gated: see ``linear``; without bias and residual.
+        gated, gelu: see ``linear``; without bias and residual.
         pdl: launch while the previous kernel still runs, and request weights at once.
 
     Returns:
@@ -93,7 +93,7 @@ def streamed_linear(
     given = StreamArguments(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         x.stride(0), 0 if residual is None else residual.stride(0), values.stride(0), 0, 0, rows, num_in, num_out,
-        int(gated), scale_outs, scales.stride(0), int(by_block), _tiles(weight), 0, 0, eps, offset,
+        gated * (1 + gelu), scale_outs, scales.stride(0), int(by_block), _tiles(weight), 0, 0, eps, offset,
     )  # fmt: skip
     grid = _grid(weight, x)
     assert grid is not None

@@ -281,15 +281,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) streamed_rows(const __g
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (a.norm) y[half] *= rsqrtf(squares / a.num_in + a.eps);
-            if (by_output) y[half] *= scales[tile * OUTS + output + half * (OUTS / 2) * a.gated];
+            if (by_output) y[half] *= scales[tile * OUTS + output + (a.gated ? half * (OUTS / 2) : 0)];
         }
         output += (cluster + tile * clusters) * outs;
         if (output >= a.num_out) continue;
         if (a.bias) y[0] += as_float(a.bias[output]);
-        if (a.gated) {
-            float gate = cut(y[0]);
-            y[0] = cut(gate / (1.f + __expf(-gate))) * cut(y[1]);
-        }
+        if (a.gated) y[0] = activated(a, y[0]) * cut(y[1]);
         if (a.residual) y[0] = cut(y[0]) + as_float(i == first_result ? added : residual_of(i));
         a.out[(i64)row * a.num_out + output] = rounded(y[0]);
     }

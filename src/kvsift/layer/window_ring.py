@@ -50,6 +50,11 @@ class WindowRing:
         pages = torch.arange(num_slots * num_pages, dtype=torch.int32, device=like.device)
         self._table = pages.view(num_slots, num_pages)
 
+    @property
+    def head_dim(self) -> int:
+        """Channels of keys, and of values where they are kept."""
+        return self._keys.shape[3]
+
     def first(self, num_slots: int) -> WindowRing:
         """Return the rings of the first slots, in the same memory."""
         part = copy(self)

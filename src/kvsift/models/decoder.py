@@ -20,6 +20,7 @@ MODEL_TYPES = (
     "llama", "mistral", "ministral", "ministral3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text",
     "glm4_moe",
 )  # fmt: skip
+ROUNDED_ONCE = 1e-30  # added to weights of norms, of which it changes none: they are rounded as Gemma's (``rms_norm``)
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # of gates -> whether that is GELU
 
 
@@ -42,6 +43,9 @@ class LayerWeights:
     gates_heads: bool = False  # a gate follows each query head, of what it attends
     net: DeltaNet | None = None  # in place of attention; ``qkv`` gives the inputs of ``kernels.delta_step``
     ba: Projection | None = None  # the last of these, where they are not in ``qkv``
+    v_norm: bool = False  # values are normalised, without a weight (Gemma 4)
+    values_are_keys: bool = False  # before their norm; ``qkv`` gives no values
+    scale: float = 1.0  # of the layer's output
     sinks: Tensor | None = None  # float32 [num_query_heads], logits of attention besides those of tokens (gpt-oss)
 
     @classmethod
@@ -58,7 +62,7 @@ class LayerWeights:
         adds_normalised, sinks = hasattr(layer, "pre_feedforward_layernorm"), getattr(attention, "sinks", None)
         before_mlp = layer.pre_feedforward_layernorm if adds_normalised else layer.post_attention_layernorm
         return cls(
-            Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            Projection.of(*filter(None, (attention.q_proj, attention.k_proj, attention.v_proj))),
             Projection.of(attention.o_proj),
             Experts.of(mlp) if hasattr(mlp, "experts") else GatedMLP.of(mlp, gelu),
             _norm(layer.input_layernorm),
@@ -71,6 +75,9 @@ class LayerWeights:
             getattr(attention, "sliding_window", None),
             ropes.index(attention.layer_type) if ropes[0] else 0,
             attention.q_proj.out_features == 2 * attention.o_proj.in_features,
+            v_norm=hasattr(attention, "v_norm"),
+            values_are_keys=attention.v_proj is None,
+            scale=float(layer.layer_scalar) if hasattr(layer, "layer_scalar") else 1.0,
             sinks=None if sinks is None else sinks.data.float(),
         )
 
@@ -110,19 +117,19 @@ class Decoder:
         scale, softcap: of the logits of attention, see ``LayerShape``.
         embedding_scale: of what tokens are embedded as, rounded to the dtype; None: 1.
         scales_queries: queries are multiplied by factors of their positions (Ministral 3).
-        norm_offset: what is added to the weights of norms (``kernels.rms_norm``), 0 or 1.
+        norm_offset: what is added to the weights of norms (``kernels.rms_norm``).
         logit_cap: soft cap of the logits of tokens, or None.
     """
 
     objections: ClassVar[Objections] = (  # to models
         (lambda model: model.config.model_type not in MODEL_TYPES,
          "{it.__class__.__name__} is none of the architectures whose layers are fused"),
-        (lambda model: _activation(model.config) not in ACTIVATIONS and _activation(model.config),
+        (lambda model: activation(model.config) not in ACTIVATIONS and activation(model.config),
          "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
         (lambda model: "full_attention" not in (kinds := _layer_types(model.config))
          or kinds - {"full_attention", "sliding_attention"},
          "{it.__class__.__name__} has layers with neither full nor sliding attention, or none with full attention"),
-        (lambda model: any("dynamic" in (kind := str(rope)) or kind == "longrope" for rope in _rope_types(model)),
+        (lambda model: any("dynamic" in (kind := str(rope)) or kind == "longrope" for rope in rope_types(model)),
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
         (lambda model: len({*_rotary_dims(model)}) > 1, "its types of layers rotate different parts of their heads"),
         (lambda model: max(getattr(getattr(layer.mlp, "gate", None), "num_group", 1) for layer in model.model.layers)
@@ -140,16 +147,17 @@ class Decoder:
             embedding.matrix if isinstance(embedding, PackedEmbedding) else embedding.weight.data
         )
         self._ropes = [prefix.removesuffix("_") for prefix in _prefixes(model)]  # types of layers, or "" alone
-        gelu = ACTIVATIONS[_activation(config)]
+        gelu = ACTIVATIONS[activation(config)]
         self.layers = [LayerWeights.of(layer, gelu, self._ropes) for layer in model.model.layers]
         self.norm = _norm(model.model.norm)
         self.head = Projection.of(model.lm_head)
         self._rotary = model.model.rotary_emb
         self.num_query_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.rotary_dim = _rotary_dims(model)[0]
+        self.rotary_dims = _rotary_dims(model)  # of each rope
+        self.rotary_dim = self.rotary_dims[0]
         attention = next(layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn"))
+        self.head_dim: int = attention.head_dim  # of this layer, as the next one: Gemma 4 has others elsewhere
+        self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
         self.scale = float(attention.scaling)
         self.softcap: float | None = config.attn_logit_softcapping if config.model_type == "gemma2" else None
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -188,6 +196,11 @@ class Decoder:
 
     def angles_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions [n], each [ropes, n, rotary_dim], by the model's own embedding."""
+        cos, sin = zip(*self.angles_of_each(positions))
+        return (cos[0], sin[0]) if len(cos) == 1 else (torch.cat(cos), torch.cat(sin))
+
+    def angles_of_each(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """As ``angles_of``, [1, n, rotary_dim] of each rope, whose parts of a head may differ."""
         places = positions.unsqueeze(0)
         if hasattr(self._rotary, "mrope_section"):
             places = places.expand(3, 1, -1)  # time, height and width: one number of a text
@@ -195,18 +208,19 @@ class Decoder:
         if len(of_each) == 1:
             cos, sin = of_each[0]
             repeats = self.rotary_dim // cos.shape[-1]  # 2 where one half has the angles of both (gpt-oss)
-            return cos.repeat(1, 1, repeats), sin.repeat(1, 1, repeats)
-        cos, sin = zip(*of_each)
-        return torch.cat(cos), torch.cat(sin)
+            return [(cos.repeat(1, 1, repeats), sin.repeat(1, 1, repeats))]
+        return of_each
 
 
 def _norm(module: Any) -> Norm:
     if hasattr(module, "variance_epsilon"):
         return module.weight.data, float(module.variance_epsilon)
-    return module.weight.data, float(module.eps), 1.0  # Gemma's
+    offset = ROUNDED_ONCE if hasattr(module, "with_scale") else 1.0  # Gemma 4; 2 and 3
+    return module.weight.data, float(module.eps), offset
 
 
-def _activation(config: Any) -> str:
+def activation(config: Any) -> str:
+    """Return the name of the activation of a model's gates."""
     return str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
 
 
@@ -222,9 +236,10 @@ def _prefixes(model: Any) -> list[str]:
     return [f"{kind}_" for kind in rotary.layer_types] if hasattr(rotary, "layer_types") else [""]
 
 
-def _rope_types(model: Any) -> list[str]:
+def rope_types(model: Any) -> list[str]:
+    """Return the kinds of angles of a model's types of layers."""
     kinds = model.model.rotary_emb.rope_type
-    return [*kinds.values()] if isinstance(kinds, dict) else [kinds]
+    return [str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])]
 
 
 def _rotary_dims(model: Any) -> list[int]:

@@ -176,4 +176,4 @@ def _add_normalised(x: Tensor, added: Tensor, norm: Norm) -> Tensor:
     """``x + rms_norm(added)``."""
     if takes_rows(x) and len(x) <= MAX_ROWS:
         return normalised(added, norm, x)
-    return x + rms_norm(added, *norm)
+    return rms_norm(added, *norm, residual=x)

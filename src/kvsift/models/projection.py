@@ -90,7 +90,7 @@ class Projection:
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]; or with ``gated``
         ``silu(gate) * up`` of the two modules, [rows, inter], and with ``gelu`` GELU by tanh in place of SiLU."""
         few = isinstance(self.weight, Tensor) and self.in_core and 0 < x.shape[0] <= MAX_ROWS
-        if gated and (self.bias is not None or not (self.parts or few or (self.weight is not None and not gelu))):
+        if gated and (self.bias is not None or not (self.parts or few or self.weight is not None)):
             gate, up = self(x, norm, steady=steady).chunk(2, -1)
             return (nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)) * up
         if self.parts:
@@ -99,7 +99,8 @@ class Projection:
             assert isinstance(self.weight, Tensor)
             return product(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, gelu=gelu)
         if self.weight is not None:
-            return linear(x, self.weight, self.bias, norm=norm, residual=residual, gated=gated, steady=steady, pdl=pdl)
+            how = {"norm": norm, "residual": residual, "gated": gated, "gelu": gelu, "steady": steady, "pdl": pdl}
+            return linear(x, self.weight, self.bias, **how)  # type: ignore[arg-type]
         x = x if norm is None else rms_norm(x, *norm)
         outputs = [module(x) for module in self.modules]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -143,10 +144,11 @@ class GatedMLP:
                 residual[rows] = sums
         return residual
 
-    def step(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
-        """``x + mlp(rms_norm(x))`` of the few rows of a fused step; see ``linear``."""
+    def step(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False, adds: bool = True) -> Tensor:
+        """``x + mlp(rms_norm(x))`` of the few rows of a fused step, or without x if it ``adds`` nothing; see
+        ``linear``."""
         heads = self.gate_up(x, norm, steady=steady, pdl=pdl, gated=True, gelu=self.gelu)
-        return self.down(heads, residual=x, steady=steady, pdl=pdl)
+        return self.down(heads, residual=x if adds else None, steady=steady, pdl=pdl)
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         """``mlp(rms_norm(x))``, [rows, hidden]."""
