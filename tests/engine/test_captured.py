@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine import loop_sequences
-from engine.test_hybrid_steps import DELTA, FAMILIES, MORE, write_family
+from engine.test_hybrid_steps import FAMILIES, MORE, write_family
 from engine.tiny_directory import text_of, write_anchors, write_model
 from refusals import refused
 
@@ -130,7 +130,7 @@ def test_hybrids_are_captured(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Qwen3_5", "Gemma3", "Gemma4 31B"])
 def test_fused_steps_of_hybrids_lose_what_rounding_costs(family: str, quantize: str | None, tmp_path: Path) -> None:
     """Alone, and in a batch, whose products are others."""
-    settings = {**SIZES, **HYBRIDS[family], "head_dim": 64}
+    settings = {**SIZES, **FAMILIES[family], "head_dim": 64}
     directory = write_model(tmp_path, family.split()[0], eos_token_id=None, **settings)
     fast, slow = (llm(directory, path, "bfloat16", quantize=quantize) for path in ("captured", "composed"))
     for text, answer in zip(TEXTS[:1] + TEXTS, answers(fast, TEXTS[:1], plan="dense") + answers(fast, plan="dense")):

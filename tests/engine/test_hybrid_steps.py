@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
                "num_kv_shared_layers": 2},
     "Gemma4 31B": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32,
-                   "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+                   "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 64, "num_global_key_value_heads": 1,
                    "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0},
     "Qwen3_5": DELTA,
     "Qwen3_5Moe": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
