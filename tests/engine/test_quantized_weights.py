@@ -228,6 +228,33 @@ def test_the_decoder_of_a_model_that_also_sees_is_read_as_it_lies(
         torch.testing.assert_close(sees.model(fed).logits, expanded.model(fed).logits, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["fp8-channel", "int4"])
+def test_the_decoder_of_gemma_is_read_as_it_lies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names that its files have, and fused."""
+    folders, layers = [tmp_path / "text", tmp_path / "sees"], ["sliding_attention", "full_attention"] * 2
+
+    def wrap(config: dict[str, Any], stored: dict[str, Tensor]) -> None:
+        given, text = config.pop("quantization_config"), dict(config)
+        given["ignore"] = ["language_model.lm_head", "re:vision_tower.*"]
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        config.clear()
+        config |= {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+                   "vision_config": vision, "quantization_config": given, "tie_word_embeddings": False}  # fmt: skip
+        wrapped = {f"language_model.{key}": stored.pop(key) for key in list(stored)}
+        stored |= wrapped | {"vision_tower.embeddings.position_embedding.weight": torch.zeros(4, 32)}
+
+    stay_everywhere(monkeypatch, stays=True)
+    monkeypatch.setattr(quantized, "can_stay_packed", lambda device, dtype: False)  # as on a GPU
+    sizes = {**SIZES, "layer_types": layers, "num_hidden_layers": 4, "sliding_window": 32, "eos_token_id": None}
+    for folder, change in zip(folders, (None, wrap)):
+        write_quantized(write_model(folder, "Gemma3", **sizes), name, change)
+    text, sees = (LLM(folder, QUEST, device="cpu", dtype="float32", path="eager") for folder in folders)
+    assert type(sees.model.model.layers[0].mlp.up_proj) is (Int4Linear if name == "int4" else ScaledLinear)
+    one, other = (llm.generate([text_of(600), text_of(200)], max_new_tokens=12) for llm in (text, sees))
+    assert [answer.path for answer in other] == ["eager"] * 2
+    assert [answer.token_ids for answer in other] == [answer.token_ids for answer in one]
+
+
 def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
     def drop(config: dict[str, Any], stored: dict[str, Tensor]) -> None:
         for part in ("weight", "weight_scale"):
@@ -242,7 +269,7 @@ def test_integers_of_experts_are_left_to_transformers(tmp_path: Path) -> None:
     write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "int4-channel")
     assert ModelDirectory.check(tmp_path).is_quantised
     with refused(
-        "unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, and"
+        "unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, ministral, "
     ):
         LLM(write_model(tmp_path / "plain", "Qwen3Moe", **EXPERT_SIZES), "dense", quantize="int4")
 
@@ -298,7 +325,7 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
 
 def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, qwen3_5_text, glm4_moe, .* of phi3"
+        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, ministral, .*, glm4_moe, .* of phi3"
     ):
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 

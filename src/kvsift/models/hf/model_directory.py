@@ -58,7 +58,14 @@ from kvsift.models.hf.gguf_codes import num_bytes
 from kvsift.models.hf.gguf_model import config_of, weights_of
 from kvsift.models.hf.gguf_tokenizer import tokenizer_of
 from kvsift.models.hf.late_weight import LateWeight
-from kvsift.models.hf.quantized_checkpoint import EXPERT_TYPES, LINEAR_TYPES, QuantizedCheckpoint
+from kvsift.models.hf.quantized_checkpoint import (
+    DECODER_NAMES,
+    EXPERT_TYPES,
+    LINEAR_TYPES,
+    OTHERS,
+    QuantizedCheckpoint,
+    has_head,
+)
 from kvsift.models.hf.state_snapshot import linear_states
 from kvsift.models.packed_linear import can_stay_packed
 from kvsift.models.quantized import FORMATS, GROUP, QUANTIZE, put_weights, round_linears
@@ -69,6 +76,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w. /-]+\.gguf)")  # name of a model: path of a file
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
+SEES = "gemma3", "gemma4", "mistral3"  # whose decoder alone is loaded, where transformers would load all of them
 NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
@@ -120,6 +128,7 @@ class ModelDirectory:
         stored: weights of 8 or 4 bits that kvsift reads itself, or None.
         quantize: one of ``QUANTIZE``, to which linear weights but the head's are rounded when they are loaded; with
             "fp8_head" the head's too.
+        sees: whether the model has more than the decoder, which alone is loaded.
     """
 
     path: Path
@@ -129,6 +138,7 @@ class ModelDirectory:
     gguf: GgufFile | None = None
     stored: QuantizedCheckpoint | None = None
     quantize: str | None = None
+    sees: bool = False
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
@@ -158,7 +168,10 @@ class ModelDirectory:
         num_bytes = sum(file.stat().st_size for file in weights)
         stored = checkpoint_of(config, weights, directory / "config.json")
         is_quantised = stored is None and getattr(config, "quantization_config", None) is not None
-        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised, stored=stored)
+        text, sees = config.get_text_config(decoder=True), config.model_type in SEES and not is_quantised
+        if sees:
+            text.tie_word_embeddings = config.tie_word_embeddings and not has_head(weights)
+        checked = cls(directory, text, num_bytes, is_quantised, stored=stored, sees=sees)
         checked._require_layers()
         return checked
 
@@ -196,10 +209,11 @@ class ModelDirectory:
                 f"quantize={quantize!r} takes models of the types {', '.join(types)}, and {self.name} is of "
                 f"{self.config.model_type}. Leave it out."
             )
-        of, heads = partial(getattr, self.config), self.config.num_attention_heads
-        attended = heads * (of("head_dim", None) or self.config.hidden_size // heads)
+        of = partial(getattr, self.config)
+        attended = (self.config.num_attention_heads * layer.head_dim for layer in self.kv_layers)
         linear = of("linear_num_value_heads", 0) * of("linear_value_head_dim", 0)
-        widths = self.config.hidden_size, of("intermediate_size", 0), attended, linear
+        inner = of("intermediate_size", 0), of("hidden_size_per_layer_input", 0)
+        widths = self.config.hidden_size, *inner, *attended, linear
         odd = [width for width in widths if width % GROUP]
         if quantize in ("int4", "int8") and odd:
             raise UnsupportedModel(
@@ -381,6 +395,11 @@ class ModelDirectory:
                 weights = self.stored.weights(device, dtype)
                 model, report = self._from_weights(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, weights, options)
                 self.stored.close()
+            elif self.sees:
+                made = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+                model, report = made.from_pretrained(
+                    self.path, config=copy(self.config), key_mapping=DECODER_NAMES, local_files_only=True, **options
+                )
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -550,7 +569,7 @@ def _check_report(path: Path, config_file: str, report: dict[str, Any]) -> None:
             f"the weights in {path} are not of the shape that {config_file} calls for: "
             f"{_some([name for name, _, _ in mismatched])}. The first is {list(stored)} and should be {list(expected)}."
         )
-    if unused := sorted(report["unexpected_keys"]):
+    if unused := sorted(name for name in report["unexpected_keys"] if not name.startswith(OTHERS)):
         log.warning("%s holds weights that the model does not use: %s", path, _some(unused))
 
 

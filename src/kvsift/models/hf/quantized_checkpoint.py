@@ -16,16 +16,22 @@ from torch import Tensor
 
 from kvsift.errors import DamagedFile, WrongFile
 from kvsift.kernels.scaled_weight import ScaledStack, ScaledWeight
-from kvsift.models.fused_step import MODEL_TYPES
+from kvsift.models.fused_step import GEMMA_TYPES, MODEL_TYPES
 from kvsift.models.hf.late_weight import LateWeight
 from kvsift.models.hf.quantized_formats import Block, Shape, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held
 
 log = logging.getLogger("kvsift")
-LINEAR_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # whose weights are read in any format
+LINEAR_TYPES = (*MODEL_TYPES, "ministral", "ministral3", *GEMMA_TYPES, "qwen3_5_text")  # read in any format
 # with experts, which are read in 8-bit floats; those of gpt-oss in MXFP4 (``float4_checkpoint``)
 EXPERT_TYPES = "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
-DECODER, OTHERS = "model.language_model.", ("model.visual.", "mtp.")  # in the files of models that also see
+# In the files of models that also see or hear: names of their decoder's weights, and what they are called in a model
+# that is no more than that; beginnings of all other names
+DECODER_NAMES = {"^model.language_model.": "model.", "^language_model.model.": "model.",
+                 "^language_model.lm_head": "lm_head"}  # fmt: skip
+OTHERS = ("mtp.", *(f"{outer}{part}." for outer in ("", "model.") for part in (
+    "visual", "vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio"
+)))  # fmt: skip
 EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)")
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 UNUSED = "input_scale", "output_scale", "activation_scale", "q_scale", "k_scale", "v_scale", "weight_shape"
@@ -248,6 +254,16 @@ def entries_of(files: Sequence[Path], config_file: Path, stored: StoredFormat) -
     return entries
 
 
+def has_head(files: Sequence[Path]) -> bool:
+    """Whether safetensors files have a head of their own, in the decoder's place."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                if any(name == "lm_head.weight" for name, _ in _own_names(opened)):
+                    return True
+    return False
+
+
 def _own_names(opened: Any) -> Iterator[tuple[str, str]]:
     """The name of each tensor of an opened file in transformers' text model, and in the file; others are left out."""
     names = (name for name in opened.keys() if not name.startswith(OTHERS))  # noqa: SIM118
@@ -255,4 +271,6 @@ def _own_names(opened: Any) -> Iterator[tuple[str, str]]:
 
 
 def _own_name(name: str) -> str:
-    return "model." + name.removeprefix(DECODER) if name.startswith(DECODER) else name
+    for pattern, own in DECODER_NAMES.items():
+        name = re.sub(pattern, own, name)
+    return name
