@@ -36,6 +36,7 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_siz
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
+    "Ministral3": {"sliding_window": None},
     "Gemma3": SLIDING,
     "GptOss": SLIDING,  # sink logits
     "Gemma4": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "num_hidden_layers": 4,
@@ -57,7 +58,6 @@ MORE: dict[str, dict[str, Any]] = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "num_dense_layers": 1, **EXPERTS},
     "Lfm3": {},
     "Ministral": SLIDING,
-    "Ministral3": {"sliding_window": None},
     "Olmo3": SLIDING,
     "Gemma2": SLIDING,
     "MiniMaxM2": {"num_local_experts": 4, "num_experts_per_tok": 2},

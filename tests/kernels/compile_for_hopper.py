@@ -81,7 +81,8 @@ def launch_all(pdl: bool) -> None:
     )  # fmt: skip
     qkv_rotary_append_triton(
         zeros(2, 6 * head_dim), zeros(9, 2, 96)[:, :, :64], lengths, kv, summaries, num_query_heads=4,
-        q_norm=head_norm, k_norm=head_norm, norm_offset=1.0, v_norm=True, values_are_keys=True, pdl=pdl,
+        q_norm=head_norm, k_norm=head_norm, norm_offset=1.0, v_norm=True, values_are_keys=True,
+        query_scales=zeros(9, 4)[:, 0], pdl=pdl,
     )  # fmt: skip
     gate_heads_triton(zeros(2, 4, head_dim), zeros(2, 4, head_dim), pdl=pdl)
     for by_key_head in (False, True):

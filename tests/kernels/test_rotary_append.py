@@ -25,6 +25,7 @@ SHAPES = [
     (6, 2, 16, 4, "norms and gates"),  # a quarter rotated, and norms with an offset, as in Qwen3.5
     (4, 2, 16, 16, "norms of values"),  # Gemma 4
     (4, 1, 12, 8, "norms of values, which are keys"),
+    (4, 2, 16, 16, "scales"),  # Ministral 3
 ]
 
 
@@ -40,12 +41,14 @@ def draw(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, An
         how |= {"gated": True, "norm_offset": 1.0}
     if "values" in more:
         how |= {"norm_offset": ROUNDED_ONCE, "v_norm": True, "values_are_keys": "keys" in more}
-    if more:
+    if "norms" in more:
         how |= {"q_norm": weights[0].to(DEVICE, dtype), "k_norm": weights[1].to(DEVICE, dtype)}
     table = torch.stack((angles.cos(), angles.sin()), 1)
     if "values" in more:  # columns of a wider table
         table = torch.cat((torch.rand(9, 2, 8), table, torch.rand(9, 2, 4)), 2)
     table = table.to(DEVICE, dtype)[:, :, 8 : 8 + rotary_dim] if "values" in more else table.to(DEVICE, dtype)
+    if "scales" in more:
+        how |= {"query_scales": (1 + torch.rand(9, 3)).to(DEVICE, dtype)[:, 1]}
     return qkv.to(DEVICE, dtype), table, how
 
 
@@ -70,7 +73,7 @@ def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dt
     if "values" in shape[4]:
         v = Gemma4RMSNorm(shape[2], eps=1e-5, with_scale=False)(v)
     kinds = {"gates": Qwen3_5RMSNorm, "values": Gemma4RMSNorm}
-    if shape[4]:
+    if "norms" in shape[4]:
         for name, states in (("q_norm", q), ("k_norm", k)):
             kind = next((kind for word, kind in kinds.items() if word in shape[4]), Qwen3RMSNorm)
             norm = kind(shape[2], eps=1e-5).to(DEVICE)
@@ -80,6 +83,8 @@ def test_the_reference_is_transformers_bit_for_bit(shape: Shape, dtype: torch.dt
     turned = apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
     q, k = (torch.cat([turn, states[..., rotary:]], -1) for turn, states in zip(turned, (q, k)))
     append_reference(other, k, v, {})
+    if "scales" in shape[4]:  # as Ministral3Attention multiplies
+        q = (q.unsqueeze(2) * how["query_scales"][kv.lengths.long()][:, None, None, None]).squeeze(2)
     assert torch.equal(queries, q)
     assert same(kv.keys, other.keys)
     assert same(kv.values, other.values)

@@ -68,7 +68,8 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(family, {}) for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe", "GptOss")]
-    + [("Qwen3_5", DELTA), ("Gemma2", {}), ("Gemma3", {}), ("Gemma4", GEMMA), ("Ministral", WINDOWS)],
+    + [("Qwen3_5", DELTA), ("Gemma2", {}), ("Gemma3", {}), ("Gemma4", GEMMA), ("Ministral", WINDOWS)]
+    + [("Ministral3", {"sliding_window": None})],
 )
 def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> None:
     assert kind_of_step(tiny(family, **changes)) == ("fused", [])

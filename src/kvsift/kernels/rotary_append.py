@@ -16,7 +16,8 @@ from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 def qkv_rotary_append(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, pdl: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, query_scales: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Normalise and rotate the heads of one token per row, append its key and value, return its queries.
 
@@ -37,6 +38,7 @@ def qkv_rotary_append(
         norm_offset: added to their weights, see ``rms_norm``.
         v_norm: values are normalised, too, without a weight (Gemma 4).
         values_are_keys: values are the keys before their norm, and ``qkv`` ends with these.
+        query_scales: [positions], factors of queries behind their rotation (Ministral 3).
         pdl: programmatic dependent launch: may start while the kernel before still runs, and lets the one behind it
             start beside both (Hopper and later).
 
@@ -46,6 +48,7 @@ def qkv_rotary_append(
     options = {
         "num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps,
         "norm_offset": norm_offset, "gated": gated, "v_norm": v_norm, "values_are_keys": values_are_keys,
+        "query_scales": query_scales,
     }  # fmt: skip
     if runs_on_triton(qkv):
         return qkv_rotary_append_triton(qkv, angles, lengths, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
@@ -55,7 +58,7 @@ def qkv_rotary_append(
 def qkv_rotary_append_reference(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, query_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     heads = qkv.unflatten(1, (-1, kv.head_dim))
     step = 2 if gated else 1
@@ -69,7 +72,8 @@ def qkv_rotary_append_reference(
     if v_norm:
         values = rms_norm_reference(values, None, norm_eps)
     append_reference(kv, rotate(keys, cos, sin), values, summaries)
-    return rotate(queries, cos, sin)
+    queries = rotate(queries, cos, sin)
+    return queries if query_scales is None else queries * query_scales[lengths.long()].view(-1, 1, 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -83,14 +87,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qkv_rotary_append_triton(
     qkv: Tensor, angles: Tensor, lengths: Tensor, kv: PagedKV, summaries: Mapping[str, Tensor], *, num_query_heads: int,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, norm_eps: float = 1e-6, norm_offset: float = 0.0,
-    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, pdl: bool = False,
+    gated: bool = False, v_norm: bool = False, values_are_keys: bool = False, query_scales: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = qkv.shape[0]
     assert angles.stride(2) == 1
     assert qkv.stride(1) == 1
     queries = qkv.new_empty(rows, num_query_heads, kv.head_dim)
     _rotary_append_kernel[rows, num_query_heads + kv.num_kv_heads](
-        qkv, angles, lengths, queries, q_norm, k_norm, norm_eps, qkv.stride(0), *angles.stride()[:2],
+        qkv, angles, query_scales, lengths, queries, q_norm, k_norm, norm_eps, qkv.stride(0), *angles.stride()[:2],
+        0 if query_scales is None else query_scales.stride(0),
         **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=angles.shape[2],
         OFFSET=norm_offset, GATED=gated, V_NORM=v_norm, VALUES=0 if values_are_keys else kv.num_kv_heads, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
@@ -101,8 +107,8 @@ def qkv_rotary_append_triton(
 
 @jit
 def _rotary_append_kernel(
-    qkv_ptr, angles_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angles_row, angles_sin, keys_ptr,
-    values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries,
+    qkv_ptr, angles_ptr, scales_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angles_row,
+    angles_sin, scales_row, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries,
     writers, WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
     V_NORM: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
@@ -113,7 +119,8 @@ def _rotary_append_kernel(
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), tl.float32)
     # angles and the keys of the page are older than the kernel before, which may still be running
-    angles_ptr += tl.load(rows_ptr + row).to(tl.int64) * angles_row
+    length = tl.load(rows_ptr + row).to(tl.int64)
+    angles_ptr += length * angles_row
     cos = tl.load(angles_ptr + d, mask=d < ROTARY, other=1.0)
     sin = tl.load(angles_ptr + angles_sin + d, mask=d < ROTARY, other=0.0)
     if head >= H:
@@ -126,6 +133,8 @@ def _rotary_append_kernel(
     STEP: tl.constexpr = 2 if GATED else 1  # heads from a query to the next one
     if head < H:
         query = rotated_head(qkv + head * STEP * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY, OFFSET)
+        if scales_ptr is not None:
+            query = (query.to(tl.float32) * tl.load(scales_ptr + length * scales_row).to(tl.float32)).to(query.dtype)
         tl.store(queries_ptr + (row * H + head) * D + d, query, mask=d < D)
     else:
         qkv += (STEP - 1) * H * D

@@ -28,7 +28,7 @@ from kvsift.models.hf.slot_states import SlotStates
 from kvsift.models.projection import GatedMLP
 from kvsift.types import LayerShape, Objections
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "ministral3", "qwen2", "qwen3")
 ROUTED_TYPES = ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text")  # with experts
 HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # with gated delta nets
 GEMMA_TYPES = ("gemma2", "gemma3_text", "gemma4_text")
@@ -36,6 +36,7 @@ WINDOW_TYPES = ("gpt_oss", "ministral", *GEMMA_TYPES)  # with sliding windows
 OTHER_LAYERS = dict.fromkeys(HYBRID_TYPES, "linear_attention") | dict.fromkeys(WINDOW_TYPES, "sliding_attention")
 MOST_DIM = 128  # of a head of these: a state is in the registers of one program
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
+SCALE_COLUMNS = 16  # of factors of queries behind the angles, so that rows of these stay aligned
 
 
 class FusedStep(Decoder):
@@ -57,7 +58,7 @@ class FusedStep(Decoder):
         (lambda model: getattr(model.config, "enable_moe_block", False), "its layers have experts beside an MLP"),
         (lambda model: _layer_types(model) - {"full_attention", OTHER_LAYERS.get(model.config.model_type)}
          or "full_attention" not in _layer_types(model)
-         or (model.config.model_type in {"mistral", *ROUTED_TYPES} - {*WINDOW_TYPES}
+         or (model.config.model_type in {"mistral", "ministral3", *ROUTED_TYPES} - {*WINDOW_TYPES}
              and getattr(model.config, "sliding_window", None) is not None),
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: (dtype := model.model.norm.weight.dtype) != model.dtype and dtype,
@@ -95,12 +96,17 @@ class FusedStep(Decoder):
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
         """Return cosines and sines of the last position of each length, from 0 (which has none) to ``num_positions``,
-        [num_positions + 1, 2, rotary_dim], by the model's own embedding; side by side those of each rope."""
+        [num_positions + 1, 2, rotary_dim], by the model's own embedding; side by side those of each rope, then the
+        factors of queries where the model ``scales_queries``."""
         parts = []
         for start in range(-1, num_positions, TABLE_CHUNK):
             stop = min(start + TABLE_CHUNK, num_positions)
             each = self.angles_of_each(torch.arange(start, stop, device=self.device))
-            parts.append(torch.cat([torch.stack((cos[0], sin[0]), 1) for cos, sin in each], 2))
+            columns = [torch.stack((cos[0], sin[0]), 1) for cos, sin in each]
+            if self.scales_queries:
+                factors = self.query_scales(start, stop - start).nan_to_num(neginf=0.0)  # of no position
+                columns.append(factors.view(-1, 1, 1).expand(-1, 2, SCALE_COLUMNS))
+            parts.append(torch.cat(columns, 2))
         return torch.cat(parts)
 
     def __call__(
@@ -110,7 +116,8 @@ class FusedStep(Decoder):
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; ``angles`` is what the method of this name returns."""
         steady, windows = batch.block > 0, states.windows(batch)
-        of_ropes = angles.split(self.rotary_dims, 2)
+        *of_ropes, rest = angles.split([*self.rotary_dims, angles.shape[2] - sum(self.rotary_dims)], 2)
+        query_scales = rest[:, 0, 0] if self.scales_queries else None
         x = self.embed(tokens)  # [batch, hidden]
         paged = iter(zip(attention, summaries, strict=True))
         for index, layer in enumerate(self.layers):
@@ -122,7 +129,8 @@ class FusedStep(Decoder):
                 append = partial(
                     qkv_rotary_append, qkv, of_ropes[layer.rope], batch.lengths, num_query_heads=self.num_query_heads,
                     q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps, norm_offset=self.norm_offset,
-                    gated=layer.gates_heads, v_norm=layer.v_norm, values_are_keys=layer.values_are_keys, pdl=self.pdl,
+                    gated=layer.gates_heads, v_norm=layer.v_norm, values_are_keys=layer.values_are_keys,
+                    query_scales=query_scales, pdl=self.pdl,
                 )  # fmt: skip
                 if layer.window is not None:
                     ring, places = windows[index]

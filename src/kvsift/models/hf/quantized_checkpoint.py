@@ -22,7 +22,7 @@ from kvsift.models.hf.quantized_formats import Block, Shape, StoredFormat
 from kvsift.models.quantized import FORMATS, GroupedCodes, Held
 
 log = logging.getLogger("kvsift")
-LINEAR_TYPES = (*MODEL_TYPES, "ministral", "ministral3", *GEMMA_TYPES, "qwen3_5_text")  # read in any format
+LINEAR_TYPES = (*MODEL_TYPES, "ministral", *GEMMA_TYPES, "qwen3_5_text")  # read in any format
 # with experts, which are read in 8-bit floats; those of gpt-oss in MXFP4 (``float4_checkpoint``)
 EXPERT_TYPES = "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"
 # In the files of models that also see or hear: names of their decoder's weights, and what they are called in a model
