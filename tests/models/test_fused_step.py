@@ -97,6 +97,7 @@ def test_llama_like_models_are_taken(family: str, changes: dict[str, Any]) -> No
             {**GEMMA, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
             "experts beside an MLP",
         ),
+        ("Mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts are gated by silu alone"),
         ("Qwen3_5", {"layer_types": ["linear_attention"] * 2}, "without full attention"),
         ("Qwen3_5", {**DELTA, "linear_value_head_dim": 160}, "linear heads of 160 numbers"),
         ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "changes its angles"),

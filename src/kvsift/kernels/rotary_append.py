@@ -108,10 +108,10 @@ def qkv_rotary_append_triton(
 @jit
 def _rotary_append_kernel(
     qkv_ptr, angles_ptr, scales_ptr, rows_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angles_row,
-    angles_sin, scales_row, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries,
-    writers, WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
-    V_NORM: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
+    angles_sin, scales_row, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page,
+    v_slot, table_row, num_pages, summaries, writers, WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr,
+    GATED: tl.constexpr, V_NORM: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     if PDL:  # attention reads early what is older than the product before this kernel

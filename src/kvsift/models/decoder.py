@@ -53,7 +53,7 @@ class LayerWeights:
         """Return the weights of a layer, for types of layers that have angles of their own ("" alone: all have the
         same)."""
         if hasattr(layer, "linear_attn"):
-            return cls._of_delta_net(layer)
+            return cls._of_delta_net(layer, gelu)
         attention, mlp = layer.self_attn, layer.mlp
         q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (
             getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
@@ -82,7 +82,7 @@ class LayerWeights:
         )
 
     @classmethod
-    def _of_delta_net(cls, layer: Any) -> LayerWeights:
+    def _of_delta_net(cls, layer: Any, gelu: bool) -> LayerWeights:
         mixer, mlp = layer.linear_attn, layer.mlp
         by_key_head = hasattr(mixer, "in_proj_qkvz")
         qkvz = [mixer.in_proj_qkvz] if by_key_head else [mixer.in_proj_qkv, mixer.in_proj_z]
@@ -95,7 +95,8 @@ class LayerWeights:
             float(mixer.norm.variance_epsilon), mixer.num_k_heads, mixer.head_k_dim, by_key_head,
         )  # fmt: skip
         return cls(
-            inputs, Projection.of(mixer.out_proj), Experts.of(mlp) if hasattr(mlp, "experts") else GatedMLP.of(mlp),
+            inputs, Projection.of(mixer.out_proj),
+            Experts.of(mlp) if hasattr(mlp, "experts") else GatedMLP.of(mlp, gelu),
             _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm), None, None, None, None, 0.0, None, 0,
             net=net, ba=apart,
         )  # fmt: skip
@@ -126,6 +127,8 @@ class Decoder:
          "{it.__class__.__name__} is none of the architectures whose layers are fused"),
         (lambda model: activation(model.config) not in ACTIVATIONS and activation(model.config),
          "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
+        (lambda model: (kind := activation(model.config)) != "silu" and has_experts(model) and kind,
+         "{it.__class__.__name__} uses {found}, and experts are gated by silu alone"),
         (lambda model: "full_attention" not in (kinds := _layer_types(model.config))
          or kinds - {"full_attention", "sliding_attention"},
          "{it.__class__.__name__} has layers with neither full nor sliding attention, or none with full attention"),
@@ -234,6 +237,11 @@ def _prefixes(model: Any) -> list[str]:
     """Of the attributes of the rotary embedding that belong to a type of layers."""
     rotary = model.model.rotary_emb
     return [f"{kind}_" for kind in rotary.layer_types] if hasattr(rotary, "layer_types") else [""]
+
+
+def has_experts(model: Any) -> bool:
+    """Whether layers of a model have experts."""
+    return any(hasattr(getattr(layer, "mlp", None), "experts") for layer in model.model.layers)
 
 
 def rope_types(model: Any) -> list[str]:

@@ -21,7 +21,7 @@ from kvsift.kernels.rms_norm import rms_norm
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
-from kvsift.models.decoder import ACTIVATIONS, Decoder, LayerWeights, activation, rope_types
+from kvsift.models.decoder import ACTIVATIONS, Decoder, LayerWeights, activation, has_experts, rope_types
 from kvsift.models.experts import not_stacked
 from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.slot_states import SlotStates
@@ -51,6 +51,8 @@ class FusedStep(Decoder):
          "{it.__class__.__name__} is none of the architectures whose steps are fused"),
         (lambda model: (kind := activation(model.config)) not in ACTIVATIONS and kind,
          "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
+        (lambda model: (kind := activation(model.config)) != "silu" and has_experts(model) and kind,
+         "{it.__class__.__name__} uses {found}, and experts are gated by silu alone"),
         (lambda model: getattr(model.config, "hidden_size_per_layer_input", 0),
          "each of its layers has an embedding of its own ({found} numbers of a token)"),
         (lambda model: getattr(model.config, "num_kv_shared_layers", 0),
@@ -80,7 +82,7 @@ class FusedStep(Decoder):
     )  # fmt: skip
     one_by_one: ClassVar[Objections] = (  # to fusing passes over several tokens of a sequence
         (lambda model: model.config.model_type in OTHER_LAYERS,
-         "{it.__class__.__name__} has layers whose states take one token at a time"),
+         "{it.__class__.__name__} has layers with windows or states, which take one token at a time"),
     )  # fmt: skip
     writes_states = True
 
