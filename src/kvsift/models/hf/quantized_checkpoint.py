@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvsift.errors import DamagedFile, WrongFile
@@ -255,12 +256,11 @@ def entries_of(files: Sequence[Path], config_file: Path, stored: StoredFormat) -
 
 
 def has_head(files: Sequence[Path]) -> bool:
-    """Whether safetensors files have a head of their own, in the decoder's place."""
+    """Whether safetensors files have a decoder's head; files of other kinds are not looked into."""
     for file in files:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                if any(name == "lm_head.weight" for name, _ in _own_names(opened)):
-                    return True
+        with suppress(SafetensorError), safe_open(file, framework="pt") as opened:
+            if any(name == "lm_head.weight" for name, _ in _own_names(opened)):
+                return True
     return False
 
 
