@@ -268,9 +268,7 @@ def test_experts_that_are_not_alike_are_refused(tmp_path: Path) -> None:
 def test_integers_of_experts_are_left_to_transformers(tmp_path: Path) -> None:
     write_quantized(write_model(tmp_path, "Qwen3Moe", **EXPERT_SIZES), "int4-channel")
     assert ModelDirectory.check(tmp_path).is_quantised
-    with refused(
-        "unsupported_model: quantize='int4' takes models of the types llama, mistral, qwen2, qwen3, ministral, "
-    ):
+    with refused("unsupported_model: quantize='int4' takes models of the types llama, mistral, ministral3, qwen2, "):
         LLM(write_model(tmp_path / "plain", "Qwen3Moe", **EXPERT_SIZES), "dense", quantize="int4")
 
 
@@ -325,7 +323,7 @@ def test_weights_that_are_quantised_already_are_refused(tmp_path: Path) -> None:
 
 def test_architectures_without_fused_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"takes models of the types llama, mistral, qwen2, qwen3, ministral, .*, glm4_moe, .* of phi3"
+        InputError, match=r"takes models of the types llama, mistral, ministral3, .*, glm4_moe, .* of phi3"
     ):
         LLM(write_model(tmp_path, "Phi3"), "dense", quantize="fp8")
 
