@@ -23,6 +23,17 @@ MODEL_TYPES = (
 ROUNDED_ONCE = 1e-30  # added to weights of norms, of which it changes none: they are rounded as Gemma's (``rms_norm``)
 ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # of gates -> whether that is GELU
 
+OF_GATES: Objections = (  # to models, by whoever fuses their layers
+    (lambda model: (kind := _activation(model.config)) not in ACTIVATIONS and kind,
+     "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
+    (lambda model: (kind := _activation(model.config)) != "silu" and _has_experts(model) and kind,
+     "{it.__class__.__name__} uses {found}, and experts are gated by silu alone"),
+)  # fmt: skip
+OF_ROPES: Objections = (
+    (lambda model: next((kind for kind in _rope_types(model) if "dynamic" in kind or kind == "longrope"), None),
+     "rope_type={found} changes its angles with the length"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -125,15 +136,11 @@ class Decoder:
     objections: ClassVar[Objections] = (  # to models
         (lambda model: model.config.model_type not in MODEL_TYPES,
          "{it.__class__.__name__} is none of the architectures whose layers are fused"),
-        (lambda model: activation(model.config) not in ACTIVATIONS and activation(model.config),
-         "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
-        (lambda model: (kind := activation(model.config)) != "silu" and has_experts(model) and kind,
-         "{it.__class__.__name__} uses {found}, and experts are gated by silu alone"),
+        *OF_GATES,
         (lambda model: "full_attention" not in (kinds := _layer_types(model.config))
          or kinds - {"full_attention", "sliding_attention"},
          "{it.__class__.__name__} has layers with neither full nor sliding attention, or none with full attention"),
-        (lambda model: any("dynamic" in (kind := str(rope)) or kind == "longrope" for rope in rope_types(model)),
-         "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
+        *OF_ROPES,
         (lambda model: len({*_rotary_dims(model)}) > 1, "its types of layers rotate different parts of their heads"),
         (lambda model: max(getattr(getattr(layer.mlp, "gate", None), "num_group", 1) for layer in model.model.layers)
          > 1, "its experts are chosen in groups"),
@@ -150,7 +157,7 @@ class Decoder:
             embedding.matrix if isinstance(embedding, PackedEmbedding) else embedding.weight.data
         )
         self._ropes = [prefix.removesuffix("_") for prefix in _prefixes(model)]  # types of layers, or "" alone
-        gelu = ACTIVATIONS[activation(config)]
+        gelu = ACTIVATIONS[_activation(config)]
         self.layers = [LayerWeights.of(layer, gelu, self._ropes) for layer in model.model.layers]
         self.norm = _norm(model.model.norm)
         self.head = Projection.of(model.lm_head)
@@ -222,8 +229,7 @@ def _norm(module: Any) -> Norm:
     return module.weight.data, float(module.eps), offset
 
 
-def activation(config: Any) -> str:
-    """Return the name of the activation of a model's gates."""
+def _activation(config: Any) -> str:
     return str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
 
 
@@ -239,13 +245,11 @@ def _prefixes(model: Any) -> list[str]:
     return [f"{kind}_" for kind in rotary.layer_types] if hasattr(rotary, "layer_types") else [""]
 
 
-def has_experts(model: Any) -> bool:
-    """Whether layers of a model have experts."""
+def _has_experts(model: Any) -> bool:
     return any(hasattr(getattr(layer, "mlp", None), "experts") for layer in model.model.layers)
 
 
-def rope_types(model: Any) -> list[str]:
-    """Return the kinds of angles of a model's types of layers."""
+def _rope_types(model: Any) -> list[str]:
     kinds = model.model.rotary_emb.rope_type
     return [str(kind) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])]
 

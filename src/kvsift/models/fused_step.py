@@ -21,7 +21,7 @@ from kvsift.kernels.rms_norm import rms_norm
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
-from kvsift.models.decoder import ACTIVATIONS, Decoder, LayerWeights, activation, has_experts, rope_types
+from kvsift.models.decoder import OF_GATES, OF_ROPES, Decoder, LayerWeights
 from kvsift.models.experts import not_stacked
 from kvsift.models.hf.experts import take_experts
 from kvsift.models.hf.slot_states import SlotStates
@@ -49,10 +49,7 @@ class FusedStep(Decoder):
     objections: ClassVar[Objections] = (  # to models
         (lambda model: model.config.model_type not in MODEL_TYPES + ROUTED_TYPES + HYBRID_TYPES + WINDOW_TYPES,
          "{it.__class__.__name__} is none of the architectures whose steps are fused"),
-        (lambda model: (kind := activation(model.config)) not in ACTIVATIONS and kind,
-         "{it.__class__.__name__} uses {found}, neither silu nor gelu_pytorch_tanh"),
-        (lambda model: (kind := activation(model.config)) != "silu" and has_experts(model) and kind,
-         "{it.__class__.__name__} uses {found}, and experts are gated by silu alone"),
+        *OF_GATES,
         (lambda model: getattr(model.config, "hidden_size_per_layer_input", 0),
          "each of its layers has an embedding of its own ({found} numbers of a token)"),
         (lambda model: getattr(model.config, "num_kv_shared_layers", 0),
@@ -65,8 +62,7 @@ class FusedStep(Decoder):
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: (dtype := model.model.norm.weight.dtype) != model.dtype and dtype,
          "its norms are {found}, and its other weights {it.dtype}"),
-        (lambda model: next((kind for kind in rope_types(model) if "dynamic" in kind or kind == "longrope"), None),
-         "rope_type={found} changes its angles with the length"),
+        *OF_ROPES,
         (lambda model: (most := max(getattr(model.config, f"linear_{kind}_head_dim", 0) for kind in ("key", "value")))
          > MOST_DIM and most,
          "{it.__class__.__name__} has linear heads of {found} numbers, more than a program holds"),

@@ -420,7 +420,7 @@ class ModelDirectory:
             raise UnreadableFile(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
-        _check_report(self.path, self._config_file.name, report)
+        _check_report(self.path, self._config_file.name, report, OTHERS if self.sees else ())
         if self.is_quantised:
             log.warning("%s: its quantised weights are multiplied by transformers' own layers", self.path)
         name = self.precision
@@ -560,7 +560,8 @@ def _download(name: str, wanted: Sequence[str] = HUB_FILES, unwanted: Sequence[s
     raise MissingFile(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
 
 
-def _check_report(path: Path, config_file: str, report: dict[str, Any]) -> None:
+def _check_report(path: Path, config_file: str, report: dict[str, Any], left_out: tuple[str, ...]) -> None:
+    """Refuse what is missing, and name what is not used, but for names that begin with one of ``left_out``."""
     if missing := sorted(report["missing_keys"]):
         raise DamagedFile(f"the weights in {path} lack what {config_file} calls for: {_some(missing)}.")
     if mismatched := sorted(report["mismatched_keys"]):
@@ -569,7 +570,7 @@ def _check_report(path: Path, config_file: str, report: dict[str, Any]) -> None:
             f"the weights in {path} are not of the shape that {config_file} calls for: "
             f"{_some([name for name, _, _ in mismatched])}. The first is {list(stored)} and should be {list(expected)}."
         )
-    if unused := sorted(name for name in report["unexpected_keys"] if not name.startswith(OTHERS)):
+    if unused := sorted(name for name in report["unexpected_keys"] if not name.startswith(left_out)):
         log.warning("%s holds weights that the model does not use: %s", path, _some(unused))
 
 
