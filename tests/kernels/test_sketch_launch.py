@@ -168,7 +168,7 @@ def test_equal_votes_go_to_the_first() -> None:
     torch.testing.assert_close(found.output[0], output, atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize(("longest", "spilled"), [(2000, 0), (20000, 128), (80000, 144), (120000, 164)])
+@pytest.mark.parametrize(("longest", "spilled"), [(2000, 0), (20000, 128), (55000, 160), (90000, 176), (150000, 196)])
 def test_numbers_that_do_not_fit_shared_memory(longest: int, spilled: int) -> None:
     case = draw(2, 4, 128, 16, torch.bfloat16, lengths=[longest] + [50] * 69, chosen=300)  # a member each
     space = SketchSpace.make(case.kv, 4, case.new_lists()[0].shape[2])

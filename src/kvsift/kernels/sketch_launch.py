@@ -23,7 +23,7 @@ SOURCES = tuple(
 )  # fmt: skip
 SUB, TILE = 16, 8  # tokens weighed together; of them, weighed by a warp
 BINS, COARSE = 4096, 64
-MOST_TOKENS = 1 << 19  # of a member, whose marks and sums take shared memory
+MOST_TOKENS = 1 << 19  # of a member, whose pages take shared memory
 MOST_SHARED = 227 << 10  # bytes of a block
 MOST_SPILL = 1 << 30  # bytes of a batch that lie in global memory; larger ones are left to the Triton kernels
 
@@ -78,23 +78,25 @@ def _list_length(capacity: int) -> int:
     return -(-capacity // 4) * 4
 
 
-def _numbers(group: int) -> tuple[int, int, int]:
-    """Bytes per sub of what may lie in global memory, in the order in which it goes there: weights; bases; unseen
+def _numbers(group: int) -> tuple[int, ...]:
+    """Bytes per sub of what may lie in global memory, in the order in which it goes there: weights; bins; bases; unseen
     shares and scales."""
-    return 2 * SUB * group, 4 * group, 4 * group + 4
+    return 2 * SUB * group, 2 * SUB, 4 * group, 4 * group + 4
 
 
 def _most_dynamic(group: int, head_dim: int) -> int:
     """The most bytes of dynamic shared memory: what the queries of a row leave, in three forms, and 4 KiB of sums."""
     heads = -(-group // 8) * 8
-    queries = heads * (2 * (head_dim + 32) + 2 * head_dim + 5 * max(4, head_dim // 32) * 8)
+    queries = heads * (2 * (head_dim + 32) + 2 * head_dim + 64 * max(4, head_dim // 32))
     return MOST_SHARED - queries - (4 << 10)
 
 
 def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
     """How many of ``_numbers`` find no shared memory."""
     most = _most_dynamic(group, kv.head_dim)
-    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= most), 3)
+    levels = range(len(_numbers(group)))
+    fits = (n for n in levels if _shared_bytes(kv, group, capacity, members, spilled=n) <= most)
+    return next(fits, len(levels))
 
 
 def _spill_bytes(kv: PagedKV, group: int, capacity: int, members: int) -> int:
@@ -103,13 +105,10 @@ def _spill_bytes(kv: PagedKV, group: int, capacity: int, members: int) -> int:
 
 
 def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spilled: int) -> int:
-    """Bytes of dynamic shared memory: ``Arrays`` of the source, whose last part holds weights and then parts."""
-    subs = _own_subs(kv, members)
-    weights, *others = _numbers(group)
-    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (8 + sum(others[max(spilled - 1, 0) :]))
-    weights = 0 if spilled else subs * weights
+    """Bytes of dynamic shared memory: ``Arrays`` of the source, and parts in their place."""
+    arrays = 4 * BINS + 8 * _list_length(capacity) + _own_subs(kv, members) * (4 + sum(_numbers(group)[spilled:]))
     part, warps = -(-(group * (kv.head_dim + 2)) // 4) * 4, _warps(group, kv.head_dim)
-    return arrays + max(weights, 4 * (warps * part + group * max(warps, members)))
+    return max(arrays, 4 * (warps * part + group * max(warps, members)))
 
 
 def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
@@ -127,8 +126,8 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     members = _members(kv)
     if kv.batch * kv.num_kv_heads * members * _spill_bytes(kv, group, capacity, members) > MOST_SPILL:
         return False
-    fits = _shared_bytes(kv, group, capacity, members, spilled=3) <= _most_dynamic(group, kv.head_dim)
-    return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
+    least = _shared_bytes(kv, group, capacity, members, spilled=len(_numbers(group)))
+    return least <= _most_dynamic(group, kv.head_dim) and _own_subs(kv, members) * SUB <= MOST_TOKENS
 
 
 _SketchArguments = arguments(

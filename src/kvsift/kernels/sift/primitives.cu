@@ -165,6 +165,9 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// A number that the compiler knows to be that of a whole warp.
+__device__ __forceinline__ int warp_number() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
 __device__ __forceinline__ u32 sum_before(const u32 *of_warp) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     return __reduce_add_sync(~0u, lane < warp ? of_warp[lane] : 0);

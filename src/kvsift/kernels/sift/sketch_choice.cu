@@ -1,6 +1,8 @@
 // The best tokens of a row by the votes of its query heads, found by a histogram over all its members: bins are 1/128
 // of an octave wide, about as wide as the rounding of the weights. Of tokens in the bin of the worst, the first are taken.
 
+constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
+
 // Weights of four neighbouring tokens over their base for each query head, what the base weighs, and votes.
 struct Votes {
     float weights[G][4], bases[G], votes[4];
@@ -32,7 +34,7 @@ struct Votes {
 
 __device__ __forceinline__ int bin_of(float vote) {
     int bin = (int)(__float_as_uint(vote) / (0x800000 / BINS_PER_OCTAVE)) - (int)LOWEST;
-    return min(max(bin, 0), BINS - 1);
+    return min(max(bin, (int)NO_BIN + 1), BINS - 1);
 }
 
 // Sums over the threads behind this one, in `after`, of numbers with room for all in a word; ends with a barrier.
@@ -49,24 +51,46 @@ __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {
     return from - own + __reduce_add_sync(~0u, lane > warp && lane < WARPS ? s.of_warp[lane] : 0);
 }
 
-// How many of this member's tokens vote for each bin and those above, into its places in a.bins and a.coarse.
+// How many of this member's tokens vote for each bin and those above, into its places in a.bins and a.coarse. Keeps the
+// bins of all tokens, and the sums of their shares in arrays.unseen.
 __device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arrays, Shared &s, const Span &span) {
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    constexpr int AT_ONCE = G <= 4 ? 4 : 2;  // tiles, which may lie in global memory
+    int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
     float lse[G];
 #pragma unroll
     for (int g = 0; g < G; ++g) lse[g] = s.lse[g];
-    Votes::Packed next;
-    if (warp * TILE < span.count) next.load(arrays, span, warp);
-    for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
-        int sub = tile * TILE + lane / 4;
-        Votes::Packed packed = next;
-        next.load(arrays, span, tile + WARPS);
-        if (sub >= span.count) continue;
-        Votes v(packed, arrays.bases + sub * G, lse);
-        u32 candidates = span.inside(tile) ? 15 : span.candidates((span.begin + sub) * SUB + lane % 4 * 4);
+    for (int first = warp; first * TILE < span.count; first += WARPS * AT_ONCE) {
+        Votes::Packed packed[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (candidates >> j & 1) atomicAdd(arrays.bins + bin_of(v.votes[j]), 1);
+        for (int i = 0; i < AT_ONCE; ++i) packed[i].load(arrays, span, first + i * WARPS);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int tile = first + i * WARPS, sub = tile * TILE + lane / 4;
+            if (tile * TILE >= span.count) break;
+            bool there = sub < span.count;
+            Votes v(packed[i], arrays.bases + (there ? sub : 0) * G, lse);
+            u32 candidates = span.inside(tile) ? 15 : there ? span.candidates((span.begin + sub) * SUB + lane % 4 * 4) : 0;
+            int bins[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                bins[j] = candidates >> j & 1 ? bin_of(v.votes[j]) : NO_BIN;
+                if (candidates >> j & 1) atomicAdd(arrays.bins + bins[j], 1);
+            }
+            if (there)
+                *(uint2 *)(arrays.own_bins + sub * SUB + lane % 4 * 4) =
+                    make_uint2(bins[0] | bins[1] << 16, bins[2] | bins[3] << 16);
+            if (!REST) continue;
+#pragma unroll
+            for (int g = 0; g < G; g += 2) {  // rows of two heads, times ones
+                uint2 one = packed[i].weights[g], two = packed[i].weights[min(g + 1, G - 1)];
+                float sums[4] = {0.f, 0.f, 0.f, 0.f};
+                multiply16<false>(sums, one.x, two.x, one.y, two.y, 0x3f803f80u, 0x3f803f80u);
+                if (there && lane % 4 == 0) {
+                    arrays.unseen[sub * G + g] = sums[0] * v.bases[g];
+                    if (g + 1 < G) arrays.unseen[sub * G + g + 1] = sums[2] * v.bases[min(g + 1, G - 1)];
+                }
+            }
+        }
     }
     __syncthreads();
     u32 own[OWN_BINS], all = 0;
@@ -92,6 +116,7 @@ __device__ __forceinline__ int last_that_reach(
     static_assert(COARSE == 64 && FINE == 64, "lanes take two bins each");
     int thread = threadIdx.x;
     u32 sum = 0;
+#pragma unroll 2
     for (int m = thread / COARSE; m < members; m += THREADS / COARSE)
         sum += __ldcg(from + (i64)m * stride + thread % COARSE);
     s.sums[thread] = sum;
@@ -108,121 +133,112 @@ __device__ __forceinline__ int last_that_reach(
     return s.word[0];
 }
 
-// The bin of the worst token to choose, how many of that bin this member gives, and how many tokens of the row come
-// before its own, into s.threshold, s.own_quota and s.own_offset.
-__device__ __forceinline__ void find_threshold(const Arguments &a, Shared &s, int row, u32 wanted) {
+// The bin of the worst token to choose.
+__device__ __forceinline__ u32 find_threshold(const Arguments &a, Shared &s, int row, u32 wanted) {
+    const u32 *bins = a.bins + (i64)row * a.members * BINS, *coarse_bins = a.coarse + (i64)row * a.members * COARSE;
+    int coarse = last_that_reach(coarse_bins, COARSE, a.members, wanted, s);
+    return max(coarse * FINE + last_that_reach(bins + coarse * FINE, BINS, a.members, wanted, s), (int)NO_BIN + 1);
+}
+
+// How many tokens of the threshold's bin this member gives, and how many tokens of the row come before its own, into
+// s.own_quota and s.own_offset. By one warp.
+__device__ __forceinline__ void find_quota(const Arguments &a, Shared &s, int row, u32 wanted, u32 bin) {
     int member = blockIdx.x % a.members, lane = threadIdx.x & 31;
     const u32 *bins = a.bins + (i64)row * a.members * BINS;
-    int coarse = last_that_reach(a.coarse + (i64)row * a.members * COARSE, COARSE, a.members, wanted, s);
-    int bin = coarse * FINE + last_that_reach(bins + coarse * FINE, BINS, a.members, wanted, s);
-    if (threadIdx.x < 32) {
-        u32 above_all = 0, above = 0, equal = 0, offset = 0, quota = 0;
-        auto read = [&](int m) {
-            equal = m < a.members ? __ldcg(bins + (i64)m * BINS + bin) : 0;
-            above = m < a.members && bin + 1 < BINS ? __ldcg(bins + (i64)m * BINS + bin + 1) : 0;
-            equal -= above;
-        };
-        for (int start = a.members - 1 & ~31; start >= 0; start -= 32) read(start + lane), above_all += above;
-        u32 room = wanted - __reduce_add_sync(~0u, above_all);
-        for (int start = 0; start <= member; start += 32) {
-            int m = start + lane;
-            if (start) read(m);
-            u32 upto = equal;
+    u32 above_all = 0, above = 0, equal = 0, offset = 0, quota = 0;
+    auto read = [&](int m) {
+        equal = m < a.members ? __ldcg(bins + (i64)m * BINS + bin) : 0;
+        above = m < a.members && bin + 1 < BINS ? __ldcg(bins + (i64)m * BINS + bin + 1) : 0;
+        equal -= above;
+    };
+    for (int start = a.members - 1 & ~31; start >= 0; start -= 32) read(start + lane), above_all += above;
+    u32 room = wanted - __reduce_add_sync(~0u, above_all);
+    for (int start = 0; start <= member; start += 32) {
+        int m = start + lane;
+        if (start) read(m);
+        u32 upto = equal;
 #pragma unroll
-            for (int other = 1; other < 32; other <<= 1) {
-                u32 before = __shfl_up_sync(~0u, upto, other);
-                if (lane >= other) upto += before;
-            }
-            u32 before = upto - equal, given = before < room ? min(equal, room - before) : 0;
-            offset += __reduce_add_sync(~0u, m < member ? above + given : 0);
-            if (start + 32 > member) quota = __shfl_sync(~0u, given, member - start);
-            room -= min(room, __shfl_sync(~0u, upto, 31));
+        for (int other = 1; other < 32; other <<= 1) {
+            u32 before = __shfl_up_sync(~0u, upto, other);
+            if (lane >= other) upto += before;
         }
-        if (lane == 0) s.threshold = bin, s.own_quota = quota, s.own_offset = offset;
+        u32 before = upto - equal, given = before < room ? min(equal, room - before) : 0;
+        offset += __reduce_add_sync(~0u, m < member ? above + given : 0);
+        if (start + 32 > member) quota = __shfl_sync(~0u, given, member - start);
+        room -= min(room, __shfl_sync(~0u, upto, 31));
     }
-    __syncthreads();
+    if (lane == 0) s.own_quota = quota, s.own_offset = offset;
 }
 
-// Marks the tokens that reach the threshold, and sums the shares of a sub's others into arrays.unseen.
-__device__ __forceinline__ void mark_tokens(const Arrays &arrays, const Shared &s, const Span &span, int threshold) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    float lse[G];
-#pragma unroll
-    for (int g = 0; g < G; ++g) lse[g] = s.lse[g];
-    Votes::Packed next;
-    if (warp * TILE < span.count) next.load(arrays, span, warp);
-    for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
-        int sub = tile * TILE + lane / 4;
-        bool there = sub < span.count;
-        Votes::Packed packed = next;
-        next.load(arrays, span, tile + WARPS);
-        Votes v(packed, arrays.bases + (there ? sub : 0) * G, lse);
-        u32 candidates = span.inside(tile) ? 15 : span.candidates((span.begin + sub) * SUB + lane % 4 * 4), marks = 0;
-        float left[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int bin = candidates >> j & 1 ? bin_of(v.votes[j]) : -1;
-            marks |= bin > threshold ? 1 << j : bin == threshold ? 16 << j : 0;
-            left[j] = bin < threshold ? 1.f : 0.f;
-        }
-        if (there) arrays.marks[sub * 4 + lane % 4] = marks;
-        if (!REST) continue;
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-            float sum = 0.f;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum = fmaf(v.weights[g][j], left[j], sum);
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (there && lane % 4 == 0) arrays.unseen[sub * G + g] = sum * v.bases[g];
-        }
-    }
-    __syncthreads();
+// What a token weighs for a query head, as a share of all.
+__device__ __forceinline__ float share_of(const Arrays &arrays, const Shared &s, int sub, int g, int token) {
+    float weight = __uint_as_float((u32)arrays.weights[(sub * G + slot(sub, g)) * SUB + token] << 16);
+    return weight * power(arrays.bases[sub * G + g] - s.lse[g]);
 }
 
-// Lists this member's marked tokens, ascending, in arrays.listed and in the row's list; the tokens of the threshold's bin that
-// are too many join the unseen.
-__device__ __forceinline__ void list_tokens(const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, int *list) {
-    int thread = threadIdx.x, each = (span.count + THREADS - 1) / THREADS, begin = thread * each;
+// Lists this member's tokens that reach the threshold, ascending, in arrays.listed and in the row's list, and takes their
+// shares out of the unseen; of the threshold's bin as many as the row has room for.
+__device__ __forceinline__ void list_tokens(
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, int row, u32 wanted, u32 threshold, int *list
+) {
+    constexpr int AT_ONCE = 16;  // subs of a warp, each of two lanes
+    int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
+    int each = (span.count + WARPS * AT_ONCE - 1) / (WARPS * AT_ONCE) * AT_ONCE, begin = warp * each;
     int end = min(begin + each, span.count);
-    const u32 *marks = (const u32 *)arrays.marks;
+    if (warp == WARPS - 1) find_quota(a, s, row, wanted, threshold);
     u32 above = 0, equal = 0;
-    for (int sub = begin; sub < end; ++sub) above += __popc(marks[sub] & 0x0f0f0f0f), equal += __popc(marks[sub] & 0xf0f0f0f0);
-    u32 upto = above;
-    int lane = thread & 31, warp = thread / 32;
+    for (int start = begin; start < end; start += AT_ONCE) {
+        int sub = start + lane / 2;
+        if (sub >= end) break;
+        uint4 *bins = (uint4 *)(arrays.own_bins + sub * SUB + lane % 2 * 8);
+        const u32 pairs[4] = {bins->x, bins->y, bins->z, bins->w};
+        u32 found = 0;  // bits of those better than the worst, and behind them of those in its bin
 #pragma unroll
-    for (int other = 1; other < 32; other <<= 1) {
-        u32 before = __shfl_up_sync(~0u, upto, other);
-        if (lane >= other) upto += before;
+        for (int i = 0; i < 8; ++i) {
+            u32 bin = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff;
+            found |= bin > threshold ? 1 << i : bin == threshold ? 256 << i : 0;
+        }
+        bins->x = found, above += __popc(found & 255), equal += __popc(found >> 8);
     }
-    u32 ties = equal;
-#pragma unroll
-    for (int other = 1; other < 32; other <<= 1) {
-        u32 before = __shfl_up_sync(~0u, ties, other);
-        if (lane >= other) ties += before;
-    }
-    if (lane == 31) s.of_warp[warp] = upto, s.of_warp[WARPS + warp] = ties;
+    above = __reduce_add_sync(~0u, above), equal = __reduce_add_sync(~0u, equal);
+    if (lane == 0) s.of_warp[warp] = above, s.of_warp[WARPS + warp] = equal;
     __syncthreads();
-    above = upto - above + sum_before(s.of_warp), equal = ties - equal + sum_before(s.of_warp + WARPS);
-    u32 quota = s.own_quota;
-    for (int sub = begin; sub < end; ++sub) {
-        u32 word = marks[sub];
-        for (u32 left = (word | word >> 4) & 0x0f0f0f0f; left; left &= left - 1) {
-            int place = __ffs(left) - 1, token = place / 8 * 4 + place % 8;
-            bool better = word >> place & 1;
-            u32 at = above + min(equal, quota);
-            if (better || equal < quota) {
-                arrays.listed[at] = (span.begin + sub) * SUB + token, arrays.physical[at] = arrays.pages[sub];
-                list[s.own_offset + at] = arrays.listed[at];
-            } else if (REST) {
-                for (int g = 0; g < G; ++g)
-                    arrays.unseen[sub * G + g] +=
-                        __uint_as_float((u32)arrays.weights[(sub * G + slot(sub, g)) * SUB + token] << 16) *
-                        power(arrays.bases[sub * G + g] - s.lse[g]);
+    above = sum_before(s.of_warp), equal = sum_before(s.of_warp + WARPS);
+    u32 quota = s.own_quota, offset = s.own_offset;
+#pragma unroll 1
+    for (int start = begin; start < end; start += AT_ONCE) {
+        int sub = start + lane / 2;
+        u32 found = sub < end ? *(const u32 *)(arrays.own_bins + sub * SUB + lane % 2 * 8) : 0;
+        if (!__any_sync(~0u, found)) continue;
+        u32 own = __popc(found & 255) + (__popc(found >> 8) << 16), upto = own;
+#pragma unroll
+        for (int other = 1; other < 32; other <<= 1) {
+            u32 before = __shfl_up_sync(~0u, upto, other);
+            if (lane >= other) upto += before;
+        }
+        u32 all = __shfl_sync(~0u, upto, 31), better = above + (upto - own & 0xffff), tied = equal + (upto - own >> 16);
+        above += all & 0xffff, equal += all >> 16;
+        for (u32 left = (found | found >> 8) & 255; left; left &= left - 1) {
+            int i = __ffs(left) - 1;
+            u32 at = better + min(tied, quota);
+            bool is_better = found >> i & 1;
+            if (is_better || tied < quota) {
+                arrays.listed[at] = (span.begin + sub) * SUB + lane % 2 * 8 + i, arrays.physical[at] = arrays.pages[sub];
+                list[offset + at] = arrays.listed[at];
             }
-            above += better, equal += !better;
+            better += is_better, tied += !is_better;
         }
     }
     if (thread == THREADS - 1) s.own_listed = above + min(equal, quota);
     __syncthreads();
+    // Those of a sub by one thread: a sum must not depend on who comes first.
+    for (int i = thread; REST && i < s.own_listed * G; i += THREADS) {
+        int at = i / G, g = i % G, sub = arrays.listed[at] / SUB;
+        if (at && arrays.listed[at - 1] / SUB == sub) continue;
+        float chosen = 0.f;
+        for (; at < s.own_listed && arrays.listed[at] / SUB == sub; ++at)
+            chosen += share_of(arrays, s, sub - span.begin, g, arrays.listed[at] % SUB);
+        float &unseen = arrays.unseen[(sub - span.begin) * G + g];
+        unseen = fmaxf(unseen - chosen, 0.f);
+    }
 }

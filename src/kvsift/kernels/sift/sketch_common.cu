@@ -7,7 +7,7 @@ constexpr int STEPS = D / 32;                 // matrix products per mean: of 32
 constexpr int WORDS = D / 32;                 // of a code of one bit per channel
 constexpr int LAPS = (WORDS + 3) / 4;         // products per bit of a code: of 128 channels each
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
-constexpr int PLANES = 10;                    // bits of a query's whole numbers that meet codes
+constexpr int MOST = 4032;                    // of a query's whole numbers that meet codes: two digits of 6 bits, signed
 constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
 constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
 constexpr int OWN_BINS = BINS / THREADS;
@@ -38,14 +38,14 @@ static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sketch
 struct __align__(16) Shared {
     u16 queries[QUERY_NUMBERS];
     char halves[2][PASSES * 4][D];         // rotated queries as whole numbers of 16 bits: high and low byte
-    u32 planes[PASSES * 4][PLANES][4 * LAPS];  // the same of PLANES bits, bit by bit; words beyond WORDS are zero
-    float unit[G], fine_unit[G];           // of numbers of PLANES and of 16 bits
+    uint4 digits[2][PASSES * 8][4 * LAPS];  // the same up to MOST, digit by digit, as `place_digits` orders them
+    float unit[G], fine_unit[G];           // of numbers up to MOST and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
     float lse[G];                          // log2 of the sum of all weights
     float best[G], total[G], keep[G], rest[WARPS * G];
     u32 of_warp[2 * WARPS];
     u32 sums[THREADS];
-    u32 threshold, own_offset, own_quota, own_listed;
+    u32 own_offset, own_quota, own_listed;
     u32 word[8];
 };
 
@@ -57,20 +57,20 @@ struct Arrays {
     float *bases;   // [own_subs, G], log2 of the weight of a sub's mean key
     float *unseen;  // [own_subs, G], shares of what is not visible of a sub
     float *scales;  // [own_subs], of mean values
-    u8 *marks;      // [own_subs, 4], of four tokens: chosen in bits 0 to 3, as good as the worst in bits 4 to 7
+    u16 *own_bins;  // [own_subs, SUB], the bin of each token's votes, NO_BIN of what may not be chosen
     u16 *weights;   // [own_subs, G, SUB] bfloat16, a token's weight over that of its base, 0 where there is none
-    float *parts;   // of warps, once weights have done their work
+    float *parts;   // of warps, over all the others, which have done their work then
     static __device__ __forceinline__ float *take(float *&from, int count) { return from += count, from - count; }
     __device__ __forceinline__ Arrays(const Arguments &a, char *shared) {
         bins = (u32 *)shared;
         listed = (int *)(bins + BINS), physical = listed + LIST;
         pages = physical + LIST;
-        marks = (u8 *)(pages + a.own_subs);
-        float *near = (float *)(marks + a.own_subs * 4), *far = (float *)(a.spill + blockIdx.x * a.spill_bytes);
-        scales = take(SPILL > 2 ? far : near, a.own_subs);
-        unseen = take(SPILL > 2 ? far : near, a.own_subs * G);
-        bases = take(SPILL > 1 ? far : near, a.own_subs * G);
-        parts = near;
+        float *near = (float *)(pages + a.own_subs), *far = (float *)(a.spill + blockIdx.x * a.spill_bytes);
+        own_bins = (u16 *)take(SPILL > 1 ? far : near, a.own_subs * SUB / 2);
+        scales = take(SPILL > 3 ? far : near, a.own_subs);
+        unseen = take(SPILL > 3 ? far : near, a.own_subs * G);
+        bases = take(SPILL > 2 ? far : near, a.own_subs * G);
+        parts = (float *)shared;
         weights = (u16 *)(SPILL ? far : near);
     }
 };

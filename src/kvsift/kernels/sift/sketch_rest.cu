@@ -2,39 +2,48 @@
 // float16 matrices, 16 channels by 16 subs by 8 query heads: values become 1152 more than their codes, weights two
 // float16 numbers each.
 
-// This warp's part of the estimate into its softmax, and the sums of its shares into s.rest.
+constexpr int MEANS = 16;  // subs that are multiplied at once
+constexpr int MEANS_AHEAD = 2;
+
+// A lane's channels of the mean values of so many subs: as many channels as of values that it attends.
+struct Means {
+    uint2 rows[4][D / 64];
+    __device__ __forceinline__ void load(
+        const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows_of_head, int start
+    ) {
+        int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int there = min(start + 2 * (lane % 4) + i % 2 + i / 2 * 8, span.count - 1);
+            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + lane / 4 * 8;
+#pragma unroll
+            for (int w = 0; w < D / 64; ++w) rows[i][w] = *(const uint2 *)(from + w * 64);
+        }
+    }
+};
+
+// This warp's part of the estimate into its softmax, and the sums of its shares into s.rest. ``next`` holds what its first
+// subs need.
 __device__ __forceinline__ void add_rest(
-    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Softmax &softmax
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means (&next)[MEANS_AHEAD],
+    Softmax &softmax
 ) {
-    constexpr int MEMBERS = 16;  // subs at once
-    int lane = threadIdx.x & 31, warp = threadIdx.x / 32, group = lane / 4, t = lane % 4;
+    int lane = threadIdx.x & 31, warp = warp_number(), group = lane / 4, t = lane % 4;
     float share[HEAD_TILES], weight_sum[HEAD_TILES], largest = 1e-20f;
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) share[tile] = weight_sum[tile] = 0.f;
-    for (int start = warp * MEMBERS; start < span.count; start += WARPS * MEMBERS)
-        if (start + lane % MEMBERS < span.count) largest = fmaxf(largest, arrays.scales[start + lane % MEMBERS]);
+    for (int start = warp * MEANS; start < span.count; start += WARPS * MEANS)
+        if (start + lane % MEANS < span.count) largest = fmaxf(largest, arrays.scales[start + lane % MEANS]);
     // shares are at most one: a power of two that keeps weights below 2^11
     u32 exponent = __float_as_uint(warp_max(largest)) >> 23;
     float unit = __uint_as_float((254 + 10 - exponent) << 23), inverse = __uint_as_float((exponent - 10) << 23);
-    uint2 next[4][D / 64];  // a lane's channels of its subs, as many as of values that it attends
-    auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int there = min(start + 2 * t + i % 2 + i / 2 * 8, span.count - 1);
-            const u8 *from = rows + arrays.pages[there] * a.row_page + VALUE_MEAN + group * 8;
-#pragma unroll
-            for (int w = 0; w < D / 64; ++w) next[i][w] = *(const uint2 *)(from + w * 64);
-        }
-    };
-    if (warp * MEMBERS < span.count) load(warp * MEMBERS);
-    for (int start = warp * MEMBERS; start < span.count; start += WARPS * MEMBERS) {
+    auto add = [&](int start, const Means &own) {
         u32 values[4][D / 32], high[HEAD_TILES][2], low[HEAD_TILES][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
             for (int w = 0; w < D / 64; ++w)
-                values[i][2 * w] = next[i][w].x ^ 0x80808080u, values[i][2 * w + 1] = next[i][w].y ^ 0x80808080u;
-        load(start + WARPS * MEMBERS);
+                values[i][2 * w] = own.rows[i][w].x ^ 0x80808080u, values[i][2 * w + 1] = own.rows[i][w].y ^ 0x80808080u;
 #pragma unroll
         for (int tile = 0; tile < HEAD_TILES; ++tile) {
             int g = tile * 8 + group;
@@ -76,6 +85,15 @@ __device__ __forceinline__ void add_rest(
                 }
             }
         }
+    };
+#pragma unroll 1
+    for (int start = warp * MEANS; start < span.count;) {
+#pragma unroll
+        for (int i = 0; i < MEANS_AHEAD; ++i) add(start + i * WARPS * MEANS, next[i]);
+        start += MEANS_AHEAD * WARPS * MEANS;
+        if (start < span.count)
+#pragma unroll
+            for (int i = 0; i < MEANS_AHEAD; ++i) next[i].load(a, arrays, span, rows, start + i * WARPS * MEANS);
     }
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {

@@ -9,7 +9,7 @@
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
 // HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), CODED (which are codes with scales), REST
-// (estimate what is not visible), SPILL (1: weights lie in global memory, 2: bases too, 3: unseen and scales too),
+// (estimate what is not visible), SPILL (1: weights lie in global memory, 2: own_bins too, 3: bases, 4: unseen and scales),
 // WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
 
 // This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
@@ -84,7 +84,7 @@ struct Gather {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char dynamic[];
     __shared__ Shared s;
-    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
     int row = blockIdx.x / a.members, member = blockIdx.x % a.members;
     int batch = row / a.num_kv_heads, head = row % a.num_kv_heads;
     if (a.dense_below && a.lengths[batch] < a.dense_below[batch]) {  // the kernel behind this one waits for all before
@@ -119,6 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     int listed = 0;
     Softmax softmax;
     softmax.clear();
+    Means means[MEANS_AHEAD];
     if (ranks) {
         float top[PASSES], total[PASSES];
 #pragma unroll
@@ -126,35 +127,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
             if (lane < TILE && tile * TILE + lane < span.count) arrays.pages[tile * TILE + lane] = page;
             if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(loaded.scales >> 16);
-            Weigher::Loaded next = loaded;
-            bool more = (tile + WARPS) * TILE < span.count;
-            page = next_page;
-            if (more) {
-                if (Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
-                next_page = weigher.page_of(tile + 2 * WARPS);
-            }
-#pragma unroll
+            // Without a condition: else the compiler waits for what is loaded at once, to move it.
+            Weigher::Loaded next;
+            page = next_page, next_page = weigher.page_of(tile + 2 * WARPS);
+            if (Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
+#pragma unroll 1  // else operands of one pass are kept for the next, in local memory
             for (int pass = 0; pass < PASSES; ++pass) {
                 if (span.inside(tile)) weigher.weigh<true>(loaded, tile, pass, s, top[pass], total[pass]);
                 else weigher.weigh<false>(loaded, tile, pass, s, top[pass], total[pass]);
             }
             if (Weigher::AHEAD) loaded = next;
-            else if (more) weigher.load(loaded, tile + WARPS, page);
+            else if ((tile + WARPS) * TILE < span.count) weigher.load(loaded, tile + WARPS, page);
         }
         leave_shares(a, s, (float *)s.sums, top, total);
         wait_for_members(a.flags + row * 4, a.members);
         sum_shares(a, s, row);
+        leave_bins(a, arrays, s, span);
+        arrive(a.flags + row * 4 + 1, a.members);
+        if (REST && warp * MEANS < span.count)
+#pragma unroll
+            for (int i = 0; i < MEANS_AHEAD; ++i) means[i].load(a, arrays, span, rows, (warp + i * WARPS) * MEANS);
+        await(a.flags + row * 4 + 1, a.members);
         if (chosen > 0) {
-            leave_bins(a, arrays, s, span);
-            wait_for_members(a.flags + row * 4 + 1, a.members);
-            find_threshold(a, s, row, chosen);
-        } else {
-            if (thread == 0) s.threshold = BINS, s.own_quota = s.own_offset = 0;
-            __syncthreads();
+            list_tokens(a, arrays, s, span, row, chosen, find_threshold(a, s, row, chosen), list + first);
+            listed = s.own_listed;
         }
-        mark_tokens(arrays, s, span, s.threshold);
-        list_tokens(a, arrays, s, span, list + first);
-        listed = s.own_listed;
     } else if (chosen > 0) {  // all are visible
         stop = first;
     }
@@ -163,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     __syncthreads();
     Gather gather(a, arrays, head, listed);
     bool estimates = REST && ranks;
-    if (estimates) add_rest(a, arrays, s, span, rows, softmax);
+    if (estimates) add_rest(a, arrays, s, span, rows, means, softmax);
     gather.attend(s, softmax);
     __syncthreads();
 
@@ -175,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         record[G * (D + 2) + 1 + thread] = rest;
     }
     wait_for_members(a.flags + row * 4 + 2, a.members);
+    u32 left = leave_flags(a.flags + row * 4, 3, a.members);
     merge_records(a, s, arrays.parts, row);
     if (estimates && a.estimated && member == 0) add_estimated(a, s, row);
-    reset_flags(a.flags + row * 4, 3, a.members);
+    reset_flags(a.flags + row * 4, 3, a.members, left);
 }

@@ -1,6 +1,5 @@
-// Weights of tokens as their codes tell them. Binary matrix products count, for each bit of a query's whole numbers, the
-// channels where this bit and the code's are set: codes need no unpacking. Mean keys are bytes and meet the queries as
-// two bytes each. All products are exact.
+// Weights of tokens as their codes tell them. Codes and mean keys meet the queries as whole numbers of two bytes each, in
+// products of bytes. All products are exact.
 
 __device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -8,10 +7,25 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a0, u32 a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void count_common(int (&counts)[4], u32 a0, u32 a1, u32 b0) {
-    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : "+r"(counts[0]), "+r"(counts[1]), "+r"(counts[2]), "+r"(counts[3])
-        : "r"(a0), "r"(a1), "r"(b0));
+// Codes of 32 channels become the operands of four products without being unpacked one by one: product m takes bits 2m
+// and 2m + 1 of each byte, the latter where they are, as twos. So digits of even channels are doubled, and all sums are.
+__device__ __forceinline__ void add_products(int (&sums)[4], u32 first, u32 second, const uint4 (&digits)[2]) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+        u32 one = first >> 2 * m, two = second >> 2 * m;
+        multiply_bytes(
+            sums, one & 0x01010101u, two & 0x01010101u, one & 0x02020202u, two & 0x02020202u,
+            m % 2 ? digits[m / 2].z : digits[m / 2].x, m % 2 ? digits[m / 2].w : digits[m / 2].y
+        );
+    }
+}
+
+// Two digits of a query's whole number, where `add_products` finds that of its channel, 32 word + lane.
+__device__ __forceinline__ void place_digits(Shared &s, int g, int word, int whole) {
+    int bit = threadIdx.x & 31, high = (whole + 32) >> 6, low = whole - 64 * high, factor = 2 - bit % 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        ((char *)&s.digits[bit / 4 % 2][2 * g + half][word])[bit % 4 * 4 + bit / 8] = (half ? low : high) * factor;
 }
 
 // The queries times the rotation of kernels.sketch, as whole numbers in bytes. A warp takes a query head.
@@ -29,18 +43,13 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) largest = fmaxf(largest, fabsf(x[i])), square += x[i] * x[i];
         largest = fmaxf(warp_max(largest), 1e-30f);
-        constexpr int MOST = (1 << (PLANES - 1)) - 1;
         float coarse = MOST / largest, fine = 32512.f / largest;
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < 4 * LAPS; ++i) {
             int whole = i < D / 32 ? __float2int_rn(x[i % (D / 32)] * coarse) : 0;
             sum += whole;
-#pragma unroll
-            for (int p = 0; p < PLANES; ++p) {
-                u32 word = __ballot_sync(~0u, whole >> p & 1);
-                if (lane == p) s.planes[g][p][i] = word;
-            }
+            place_digits(s, g, i, whole);
         }
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -80,11 +89,14 @@ struct Weigher {
     }
 
     __device__ __forceinline__ void load(Loaded &to, int tile, int page) const {
-        int group = lane / 4, t = lane % 4;
+        int group = lane / 4, t = lane % 4, pages[TILE / 2];
+#pragma unroll
+        for (int i = 0; i < TILE / 2; ++i) pages[i] = __shfl_sync(~0u, page, 2 * i + group / 4);
+        int own = __shfl_sync(~0u, page, group);  // all before the first load
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i) {
             int of_tile = 2 * i + group / 4;
-            const u8 *from = start(tile * TILE + of_tile, __shfl_sync(~0u, page, of_tile));
+            const u8 *from = start(tile * TILE + of_tile, pages[i]);
             int token = within(tile * TILE + of_tile) + group % 4 * 4;
 #pragma unroll
             for (int bit = 0; bit < BITS; ++bit)
@@ -94,7 +106,7 @@ struct Weigher {
                         __ldg((const uint4 *)(from + ((bit * WORDS + (4 * lap + t) % WORDS) * PAGE + token) * 4));
             to.factors[i] = __ldg((const uint2 *)(from + FACTORS + token * 2));
         }
-        const u8 *from = start(tile * TILE + group, __shfl_sync(~0u, page, group));
+        const u8 *from = start(tile * TILE + group, own);
 #pragma unroll
         for (int i = 0; i < D / 64; ++i) to.mean[i] = __ldg((const uint4 *)(from + KEY_MEAN + t * (D / 4) + i * 16));
         to.scales = __ldg((const u32 *)(from + SCALES));
@@ -112,13 +124,12 @@ struct Weigher {
     __device__ __forceinline__ void weigh(
         const Loaded &from, int tile, int pass, const Shared &s, float &top, float &total
     ) const {
-        int group = lane / 4, t = lane % 4, g = pass * 4 + t, column = pass * 4 + group / 2;
+        int group = lane / 4, t = lane % 4, g = pass * 4 + t;
         bool there = g < G;
         float unit = there ? s.unit[g] * LOG2E : 0.f, noise = there ? s.noise[g] : 0.f;
         float offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
-        unit *= 2.f;
         int count = FULL ? TILE : span.count - tile * TILE;  // of subs from here on
-        float base = mean_logits(from, s.halves[group % 2][column]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
+        float base = mean_logits(from, s.halves[group % 2][pass * 4 + group / 2]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
         float cap = a.softcap * LOG2E, best = top, bases[TILE / 2];
         int sub = tile * TILE + group;
         if (there && group < count) arrays.bases[sub * G + g] = CAPPED ? cap * tanhf(base / cap) : base;
@@ -128,11 +139,11 @@ struct Weigher {
             if (FULL || 2 * i + group / 4 < count) best = fmaxf(best, CAPPED ? cap * tanhf(bases[i] / cap) : bases[i]);
         }
         total *= power(top - best), top = best;
-        u32 planes[PLANES / 2][LAPS];
+        uint4 digits[LAPS][2];
 #pragma unroll
-        for (int p = 0; p < PLANES / 2; ++p)
+        for (int lap = 0; lap < LAPS; ++lap)
 #pragma unroll
-            for (int lap = 0; lap < LAPS; ++lap) planes[p][lap] = s.planes[column][2 * p + group % 2][4 * lap + t];
+            for (int i = 0; i < 2; ++i) digits[lap][i] = s.digits[i][pass * 8 + group][4 * lap + t];
 #pragma unroll
         for (int pair = 0; pair < TILE / 4; ++pair) {
             float weights[2][4];
@@ -141,18 +152,14 @@ struct Weigher {
                 int dots[2] = {0, 0};
 #pragma unroll
                 for (int bit = BITS - 1; bit >= 0; --bit) {
-                    dots[0] *= 2, dots[1] *= 2;
+                    int sums[4] = {0, 0, 0, 0};
 #pragma unroll
-                    for (int p = 0; p < PLANES / 2; ++p) {
-                        int counts[4] = {0, 0, 0, 0};
-#pragma unroll
-                        for (int lap = 0; lap < LAPS; ++lap) {
-                            const uint4 *codes = from.codes[bit][lap] + 2 * pair;
-                            count_common(counts, ((const u32 *)codes)[j], ((const u32 *)(codes + 1))[j], planes[p][lap]);
-                        }
-                        int low = 1 << 2 * p, high = p == PLANES / 2 - 1 ? -2 * low : 2 * low;
-                        dots[0] += counts[0] * low + counts[1] * high, dots[1] += counts[2] * low + counts[3] * high;
+                    for (int lap = 0; lap < LAPS; ++lap) {
+                        const uint4 *codes = from.codes[bit][lap] + 2 * pair;
+                        add_products(sums, ((const u32 *)codes)[j], ((const u32 *)(codes + 1))[j], digits[lap]);
                     }
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) dots[i] = 2 * dots[i] + (64 * sums[2 * i] + sums[2 * i + 1]);
                 }
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {

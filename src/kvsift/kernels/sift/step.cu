@@ -103,6 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
 
     leave_record(a.parts + (i64)blockIdx.x * RECORD, s, (float *)rings, softmax, seen);
     wait_for_members(a.flags + row * 3 + 1, a.members);
+    u32 left = leave_flags(a.flags + row * 3, 2, a.members);
     merge_records(a, s, (float *)rings, row);
-    reset_flags(a.flags + row * 3, 2, a.members);
+    reset_flags(a.flags + row * 3, 2, a.members, left);
 }
