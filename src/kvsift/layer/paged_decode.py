@@ -40,6 +40,7 @@ CAPTURED = (PagedMethod, Sketch)
 
 ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a sequence that is dense below this is dense
 StepMode = Literal["dense", "sparse", "mixed"]  # of a step; mixed: each sequence by its own length and rule
+Lists = tuple[Tensor, Tensor]  # units int32 [batch, num_rows, capacity], and how many count, int32 [batch, num_rows]
 Space = TypeVar("Space")
 
 
@@ -98,6 +99,12 @@ class DecodeBatch:
         max_units = self.table.shape[1] * self.page_size // self.unit_size
         needs = [list_capacity(budget, max_units, self.unit_size) for budget in budgets if budget is not None]
         return max(needs, default=0)
+
+    def new_lists(self, num_rows: int) -> Lists:
+        """Return memory for the lists of a layer, ``num_rows`` for each sequence."""
+        shape, device = (len(self.table), num_rows), self.table.device
+        units = torch.zeros(*shape, self.capacity, dtype=torch.int32, device=device)
+        return units, torch.zeros(shape, dtype=torch.int32, device=device)
 
     def set_budgets(self, budgets: Sequence[Budget | None]) -> None:
         """Replace the budgets of the first sequences, without waiting for the device."""
@@ -165,16 +172,17 @@ class DecodeLayer:
         shape: the layer.
         batch: the sequences.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim].
-        summary: [num_kv_heads, num_pages, width] of the decode method's kind; None if the layer is dense.
+        summary: [num_kv_heads, num_pages, width] of the decode method's kind; None if the layer is dense, or attends
+            what ``memory`` lists.
         method: method of the decode rules.
         sink_logit: [num_query_heads].
         dense_below: int32 [batch], lengths below which each sequence is dense here; mixed steps read it.
         visible: int64 [batch], to which the visible tokens of each sequence's lists are added, step by step.
         estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
             (``kernels.sketch_attention``); None: they are not counted.
-        anchor: the layer whose lists this one attends, instead of a summary.
-        heads: for each KV head, that of the anchor whose list it attends.
-        memory: for ``lists``, of a layer of this shape, which has attended before this one does; its own by default.
+        memory: lists that the layer writes, its own by default. Without a summary, those of an anchor: a layer with as
+            many KV heads that attends before this one, so that all of the batch are in the same step.
+        heads: for each KV head, that of the anchor whose list it attends; its own by default.
     """
 
     objections: ClassVar[Objections] = (  # to rules of decode
@@ -198,42 +206,42 @@ class DecodeLayer:
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
         method: Method | None = None, sink_logit: Tensor | None = None, dense_below: Tensor | None = None,
-        visible: Tensor | None = None, estimated: Tensor | None = None, anchor: DecodeLayer | None = None,
-        heads: Sequence[int] = (), memory: tuple[Tensor, Tensor] | None = None,
+        visible: Tensor | None = None, estimated: Tensor | None = None, memory: Lists | None = None,
+        heads: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
         self.kv = PagedKV(keys, values, batch.table, batch.lengths)
-        self.method = method if isinstance(method, CAPTURED) and (summary is not None or anchor is not None) else None
-        self.anchor = anchor
+        self.method = method if isinstance(method, CAPTURED) and (summary is not None or memory is not None) else None
+        self.memory = memory
         self._heads: Tensor | None = None
-        self._lists: tuple[Tensor, Tensor] | None = memory if anchor is None else anchor._lists
         if tuple(heads) != tuple(range(len(heads))):
             self._heads = torch.tensor(heads, dtype=torch.int32, device=keys.device)
-        if self.method is not None and self._lists is None:
-            num_rows = self.method.num_selections(shape)
-            units = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
-            self._lists = units, torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
+        if self.method is not None and self.memory is None:
+            self.memory = batch.new_lists(self.method.num_selections(shape))
         self.dense_below = torch.zeros_like(batch.lengths) if dense_below is None else dense_below
         self.visible = torch.zeros_like(batch.lengths, dtype=torch.int64) if visible is None else visible
         self.estimated = estimated
 
     @property
-    def lists(self) -> tuple[Tensor, Tensor] | None:
-        """Lists of the last step: units int32 [batch, num_rows, capacity], and their lengths [batch, num_rows]."""
-        if self._lists is None or self._heads is None:
-            return self._lists
-        units, counts = self._lists
-        return units[:, self._heads], counts[:, self._heads]
+    def lists(self) -> Lists | None:
+        """The lists that each head attended in the last step."""
+        return None if self.memory is None else self.lists_of(slice(None))
+
+    def lists_of(self, rows: slice) -> Lists:
+        """Return those of some sequences."""
+        assert self.memory is not None
+        units, counts = (each[rows] for each in self.memory)
+        return (units, counts) if self._heads is None else (units[:, self._heads], counts[:, self._heads])
 
     @property
     def shares(self) -> bool:
         """Whether the query heads of a KV head share a list."""
-        return self._lists is not None and self._lists[0].shape[1] == self.shape.num_kv_heads
+        return self.memory is not None and self.memory[0].shape[1] == self.shape.num_kv_heads
 
     @property
     def estimates(self) -> bool:
         """Whether what the lists leave out is estimated."""
-        return isinstance(self.method, Sketch) and self.method.rest and self.anchor is None
+        return isinstance(self.method, Sketch) and self.method.rest and self.summary is not None
 
     def attend(self, queries: Tensor, mode: StepMode, early: bool = False, out: Tensor | None = None) -> Tensor:
         """Return attention of the first sequences, [batch or fewer, num_query_heads, head_dim] like ``queries``.
@@ -259,11 +267,10 @@ class DecodeLayer:
     ) -> Tensor:
         method, summary, rows = self.method, self.summary, len(queries)
         assert method is not None
-        assert self._lists is not None
-        units, counts = (memory[:rows] for memory in self._lists)
-        if self.anchor is not None:
+        assert self.memory is not None
+        units, counts = (each[:rows] for each in self.memory)
+        if summary is None:
             return self._attend_reused(queries, units, counts, early, out, dense_below)
-        assert summary is not None
         step = queries, self._first(rows), summary, self.batch.spans[:rows], units, counts
         shared: dict[str, Any] = {
             "visible": self.visible[:rows], "out": out, "dense_below": dense_below, "early": early, **self._logits,

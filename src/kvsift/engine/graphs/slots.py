@@ -457,9 +457,9 @@ def _layer(
         return DecodeLayer(shape, batch, keys, values)
     method = methods[0]
     reuse = method.new_state(shape) if isinstance(method, AnchoredMethod) else None
-    anchor, heads = (None, ()) if reuse is None else (lower[reuse.anchor], reuse.heads)
-    summary = summaries[method.summaries[0]] if anchor is None else None
+    memory, heads = (None, ()) if reuse is None else (lower[reuse.anchor].memory, reuse.heads)
+    summary = summaries[method.summaries[0]] if reuse is None else None
     return DecodeLayer(
         shape, batch, keys, values, summary, method, dense_below=below, visible=visible, estimated=estimated,
-        anchor=anchor, heads=heads,
+        memory=memory, heads=heads,
     )  # fmt: skip

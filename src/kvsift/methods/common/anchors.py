@@ -132,7 +132,11 @@ def reuse_in(path: str, shape: LayerShape) -> Reuse | None:
     Raises:
         InputError: if the file was made for another model.
     """
-    found = read("anchors", path)
+    return reuse_of(read("anchors", path), path, shape)
+
+
+def reuse_of(found: AnchorMap, path: str, shape: LayerShape) -> Reuse | None:
+    """As ``reuse_in``, of a file that has been read."""
     if shape.origin is not None and not is_of(shape.origin, found.model[0], torch.tensor(found.model[1])):
         raise OtherModel(f"{path} is for another model ({found.model[0]}); this one is {shape.origin.name}. "
                          f"{AGAIN}")  # fmt: skip
