@@ -19,10 +19,12 @@ from safetensors import safe_open
 
 from kvsift.errors import DamagedFile, MissingFile, UnreadableFile, one_line
 from kvsift.gguf_file import GgufFile, is_gguf
+from kvsift.types import Origin
 
 SAMPLES, SAMPLE_BYTES = 8, 256
 SAMPLES_OF_OTHERS = 1024  # of a file that is not of safetensors
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # keys of config.json
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")  # ends of names
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "chat_template.jinja", "chat_template.json",
@@ -63,6 +65,26 @@ def local_directory(model: str, revision: str | None = None) -> Path | None:
     except HFValidationError:  # a path that has been moved
         return None
     return Path(file).parent if isinstance(file, str) else None
+
+
+def embedding_sample(directory: Path) -> list[float]:
+    """Return some numbers of the token embedding, those that ``types.Origin`` takes; none where no file of safetensors
+    has it in floating point.
+
+    Raises:
+        InputError: if the checkpoint is not whole.
+    """
+    if directory.is_file() or not any(directory.glob("*.safetensors")):
+        return []
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                weights = opened.get_slice(name)
+                if name.endswith(EMBEDDINGS) and "F" in weights.get_dtype() and len(weights.get_shape()) == 2:
+                    rows, width = weights.get_shape()
+                    places = (divmod(place, width) for place in range(0, rows * width, Origin.step(rows * width)))
+                    return [float(weights[row, column]) for row, column in places]
+    return []
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_attention import listed_tokens
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.layer.accounting import Tally
+from kvsift.layer.paged_decode import DecodeLayer
+from kvsift.methods.common.anchors import Reuse
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 from kvsift.vllm.gpu_counters import WHOLE, GpuCounters
@@ -20,6 +24,8 @@ from kvsift.vllm.gpu_decode import DENSE_BELOW, BlockBatch, LayerPages, dense_be
 from kvsift.vllm.settings import Settings, summaries_of
 
 HEADS, GROUP = 2, 4
+REUSE = {3: Reuse(2, (1, 0), 1.0), 6: Reuse(2, (1, 1), 1.0), 7: Reuse(5, (0, 1), 1.0)}  # 4 is nobody's anchor
+ANCHORED = [1500, 900, 1200, 200]  # lengths
 GPU = pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 ])  # fmt: skip
@@ -52,7 +58,7 @@ class Server:
         self.shape = LayerShape(2, HEADS * GROUP, HEADS, self.dim, self.dim**-0.5)
         self.batch = BlockBatch(
             [plan.decode], self.shape, len(lengths) + 1, max(held) * block_size, more.get("dense_below", 0),
-            cache.device, more.get("allows_dense", False),
+            cache.device, more.get("allows_dense", False), more.get("anchors", ()), more.get("kept"),
         )  # fmt: skip
         self.attention = self.batch.layer(self.layer, self.shape)
         slots = torch.cat([self.slots(row, torch.arange(length - 1)) for row, length in enumerate(lengths)])
@@ -72,18 +78,46 @@ class Server:
         out = torch.full((len(lengths), *queries.shape[1:]), 7.0, dtype=queries.dtype, device=device)
         padded = torch.cat([queries, torch.zeros_like(queries[:1])])
         self.batch.begin(blocks, lengths, self.layer.pages)
-        self.batch.layers.add("a layer")
+        self.batch.layers["a layer"] = True
         self.attention.attend(padded, self.batch.mode, out=out)
         return out[:-1]
+
+    def stack(self) -> dict[int, DecodeLayer]:
+        """Layers over this one cache, some of which reuse what others have selected, and read no summaries."""
+        layers = {}
+        for index in range(2, 8):
+            reuse, rows = REUSE.get(index), None if index in REUSE else self.layer.rows
+            layers[index] = self.batch.layer(replace(self.layer, rows=rows), self.shape, index=index, reuse=reuse)
+        return layers
+
+    def decode_stack(self, layers: dict[int, DecodeLayer], queries: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """One step of a stack."""
+        device = self.cache.device
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        self.batch.begin(self.blocks.to(device), lengths, self.layer.pages)
+        answers = {}
+        for index, layer in layers.items():
+            self.batch.layers[f"layer {index}"] = layer.summary is not None
+            answers[index] = torch.full_like(queries[index], 7.0)
+            layer.attend(queries[index], self.batch.mode, out=answers[index])
+        return answers
+
+    def listed(self, layer: DecodeLayer, row: int) -> torch.Tensor:
+        """Tokens that a layer attends in a row, bool [num_query_heads, length]."""
+        units, counts = layer.lists_of(slice(row, row + 1))
+        listed = listed_tokens(units[0], counts[0], self.lengths[row], self.batch.unit_size)
+        return listed.repeat_interleave(GROUP, 0)
 
     def counters(self, layers: list[str], every: int = 1) -> GpuCounters:
         return GpuCounters(self.batch, layers, every, self.dtype, 1024, 32.0)
 
-    def dense(self, queries: torch.Tensor, row: int) -> torch.Tensor:
+    def dense(self, queries: torch.Tensor, row: int, listed: torch.Tensor | None = None) -> torch.Tensor:
+        """Exact attention of a row, over ``listed`` tokens alone."""
         slots = self.slots(row, torch.arange(self.lengths[row])).to(self.cache.device)
         packed = self.cache.transpose(1, 2)[slots // self.block_size, slots % self.block_size].float()
         keys, values = packed.transpose(0, 1).repeat_interleave(GROUP, 0).chunk(2, -1)
         weights = torch.einsum("hd,hnd->hn", queries[row].float(), keys) * self.shape.scale
+        weights = weights if listed is None else weights.masked_fill(~listed, -torch.inf)
         return torch.einsum("hn,hnd->hd", weights.softmax(-1), values)
 
     def queries(self) -> torch.Tensor:
@@ -291,6 +325,115 @@ def test_probes_tell_the_softmax_mass_on_what_a_row_saw(plan: str, allows_dense:
         assert count == 1
         assert abs(recovery / WHOLE - float(mass)) < (0.01 if device == "cuda" else 1e-5), (name, row)
         assert mass < 0.9
+
+
+def anchored(device: str, allows_dense: bool) -> tuple[Server, dict[int, DecodeLayer], dict[int, torch.Tensor]]:
+    """A server, layers, and their queries: rows of two budgets, one that is dense if that is allowed, a short one."""
+    server = Server("sketch:budget=256", ANCHORED, "NHD", 16, device, allows_dense=allows_dense, anchors={2, 5})
+    rules = [parse_plan(f"sketch:budget={budget}").decode for budget in (256, 256, 128, 256)]
+    server.batch.set_rules([rules[0], None if allows_dense else rules[1], *rules[2:]])
+    layers = server.stack()
+    return server, layers, {index: server.queries() for index in layers}
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("allows_dense", [False, True])
+def test_layers_attend_the_lists_of_their_anchors_by_mapped_heads(allows_dense: bool, device: str) -> None:
+    server, layers, queries = anchored(device, allows_dense)
+    assert [layer.summary is None for layer in layers.values()] == [index in REUSE for index in layers]
+    found = server.decode_stack(layers, queries)
+    alone = Server("sketch:budget=256", ANCHORED, "NHD", 16, device, allows_dense=allows_dense)
+    alone.batch.set_rules(server.batch._rules)
+    for index in (2, 5):
+        alone.decode(queries[index])
+        for row in (0, 2):
+            differ = server.listed(layers[index], row) != alone.listed(alone.attention, row)
+            assert differ.sum() <= (20 if device == "cuda" else 0), (index, row)  # a GPU adds in any order
+    for index, reuse in REUSE.items():
+        heads = [head * GROUP + place for head in reuse.heads for place in range(GROUP)]
+        for row in range(4):
+            listed = None
+            if row in (0, 2) or (row == 1 and not allows_dense):
+                listed = server.listed(layers[reuse.anchor], row)[heads]
+                assert 64 < int(listed[0].sum()) <= (128 if row == 2 else 256)
+                assert not torch.equal(listed, server.listed(layers[4], row))
+            expected = server.dense(queries[index], row, listed)
+            assert (found[index][row].float() - expected).norm() < 0.02 * expected.norm(), (index, row)
+    again = server.decode_stack(layers, queries)
+    assert all(torch.allclose(found[index].float(), again[index].float(), atol=1e-2) for index in layers)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("allows_dense", [False, True])
+def test_layers_that_reuse_count_no_bytes_of_an_index_and_probe_what_they_attended(
+    allows_dense: bool, device: str
+) -> None:
+    server, layers, queries = anchored(device, allows_dense)
+    counters = server.counters([f"layer {index}" for index in layers])  # 2, 3, 5 and 7 are probed
+    for index in (2, 5):  # what another sequence has left where this one is dense
+        memory = layers[index].memory
+        assert memory is not None
+        memory[0][1].fill_(1499)
+        memory[1][1].fill_(memory[0].shape[2])
+    found = []
+    for _ in range(16):
+        server.decode_stack(layers, queries)
+        for index, layer in layers.items():
+            counters.keep(f"layer {index}", queries[index], layer)
+        before = counters.probed.tolist()
+        counters.probe(4)
+        found.append([now - then for now, then in zip(counters.probed.tolist(), before)])
+    for turn, (count, recovery) in enumerate(found):
+        row, index = turn // 4, (2, 3, 5, 7)[turn % 4]
+        if row == 3 or (row == 1 and allows_dense):
+            assert (count, recovery) == (0, 0), turn
+            continue
+        mass = (shares_of(server, queries[index], row) * server.listed(layers[index], row)).sum(-1).mean()
+        assert count == 1
+        assert abs(recovery / WHOLE - float(mass)) < (0.01 if device == "cuda" else 1e-5), turn
+    tally = counters.counted(counters.sums().tolist())
+    sparse = [1500, 1200] if allows_dense else [1500, 900, 1200]
+    assert (tally.queries, tally.sparse_queries) == (16 * 4 * 6, 16 * len(sparse) * 6)
+    assert tally.index_bytes_read == 32.0 * 16 * sum(sparse) * 3  # of the layers that select
+    assert tally.kv_bytes_read == 1024 * float(tally.visible_tokens)
+
+
+def test_lists_outlive_the_batch_of_trial_steps_and_a_dense_anchor_is_refused() -> None:
+    kept: dict[int, Any] = {}
+    first, second = (Server("sketch", [300], "NHD", 16, "cpu", anchors={2, 5}, kept=kept) for _ in range(2))
+    trial, later = first.stack(), second.stack()
+    assert sorted(kept) == [2, 5]
+    assert trial[2].memory is later[2].memory is later[3].memory
+    assert trial[4].memory is not later[4].memory
+    with refused("unsupported_plan"):
+        first.batch.layer(first.layer, first.shape, index=9, reuse=Reuse(8, (0, 1), 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("allows_dense", [False, True])
+def test_a_captured_step_of_anchors_follows_tables_and_lengths(allows_dense: bool) -> None:
+    server, layers, queries = anchored("cuda", allows_dense)
+    blocks, lengths = server.blocks.cuda(), torch.tensor(ANCHORED, dtype=torch.int32, device="cuda")
+    out = {index: torch.empty_like(each) for index, each in queries.items()}
+
+    def step() -> None:
+        server.batch.begin(blocks, lengths, server.layer.pages)
+        for index, layer in layers.items():
+            layer.attend(queries[index], server.batch.mode, out=out[index])
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for changed in (ANCHORED, [1499, 800, 300, 100], [700, 30, 1200, 1]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        replayed = {index: each.clone() for index, each in out.items()}
+        step()
+        for index, each in out.items():
+            assert (replayed[index] - each).float().norm() < 0.01 * each.float().norm(), index
 
 
 def test_trial_steps_and_replaced_caches_are_not_probed() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvsift.checkpoint import embedding_sample
+from kvsift.methods.common.anchors import AnchorMap, Reuse, write
+
+NAME = "Qwen3ForCausalLM, 5 layers, 4 heads, (4096, 512) embeddings"  # the embedded model
 PLANS = ["quest:budget=112:dense_layers=none", "sketch:budget=72:dense_layers=none", "sketch:budget=96:bits=2", "dense"]
 COUNT = 24  # tokens of an answer
 
@@ -37,6 +42,63 @@ def test_a_small_budget_gives_the_tokens_of_the_engine(run, model, texts):
     assert [tokens_of(found)[0] for found in answers[4:20]] == [*expected[PLANS[0]], *expected[PLANS[1]]]
     assert tokens_of(answers[20]) == [expected[PLANS[row % 4]][row] for row in range(8)]
     assert tokens_of(answers[21]) == expected[PLANS[0]]
+
+
+@pytest.fixture(scope="module")
+def anchors(model, tmp_path_factory) -> dict[str, Path]:
+    """Anchor files by name: of the embedded model, and of others."""
+    sample, folder = embedding_sample(model), tmp_path_factory.mktemp("anchors")
+    reuse = {2: Reuse(0, (1, 0), 1.0), 4: Reuse(3, (1, 1), 1.0)}
+    files = {
+        "own": ((0, 1, 3), reuse, sample),
+        "of_other_weights": ((0, 1, 3), reuse, [-number for number in sample]),
+        "too_deep": ((0, 1, 3, 5, 6), reuse, sample),
+        "of_more_heads": ((0, 1, 3), {2: Reuse(0, (1, 0, 2, 3), 1.0)}, sample),
+    }
+    for name, (layers, reused, numbers) in files.items():
+        dense = () if name != "of_more_heads" else (4,)
+        write(folder / f"{name}.json", AnchorMap((NAME, numbers), layers, reused, dense, {}))
+    return {name: folder / f"{name}.json" for name in files}
+
+
+@pytest.mark.vllm
+def test_layers_reuse_selections_as_in_the_engine(run, model, texts, anchors):
+    from kvsift import LLM
+
+    llm = LLM(model, "dense", dtype="float32", device="cpu", probe_every=0)
+    own = f"sketch:budget=72:dense_layers=none:anchors={anchors['own']}"
+    plans = [own, own.replace("72", "96"), PLANS[0], "dense"]
+    expected = [[answer.token_ids for answer in llm.generate(texts, plan=p, max_new_tokens=COUNT)] for p in plans]
+    unanchored = [a.token_ids for a in llm.generate(texts, plan=PLANS[1], max_new_tokens=COUNT)]
+    assert expected[0] != unanchored  # what is reused changes answers
+    ids = [llm.tokenizer(text)["input_ids"] for text in texts]
+    batch = [[prompt, own, COUNT] for prompt in ids]
+    mixed = [[prompt, plans[(row + turn) % 4], COUNT] for turn in range(4) for row, prompt in enumerate(ids)]
+    alone = [[ids[0], own, COUNT]]
+    other = [[ids[0], plan, COUNT] for plan in (PLANS[1], f"sketch:anchors={anchors['too_deep']}")]
+    settings = {"plan": own, "plans": [PLANS[0]], "probe_every": 1}
+    answers = run(settings, [batch, mixed, alone, *([each] for each in other)], max_num_batched_tokens=256)
+    assert tokens_of(answers[0]) == expected[0]
+    assert tokens_of(answers[1]) == [expected[(row + turn) % 4][row] for turn in range(4) for row in range(8)]
+    assert tokens_of(answers[2]) == expected[0][:1]
+    for [refused] in answers[3:]:
+        assert "selects in other layers than the plans that this server was started with" in refused["error"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "engine", "message"),
+    [
+        ("of_other_weights", {}, "is for another model"),
+        ("too_deep", {}, "is for a model with layers 5, 6"),
+        ("of_more_heads", {}, "maps 4 KV heads, and layers here have 2"),
+        ("own", {"tensor_parallel_size": 2}, "take tensor_parallel_size=1"),
+        ("own", {"pipeline_parallel_size": 2}, "take pipeline_parallel_size=1"),
+    ],
+)
+def test_anchors_that_do_not_fit_are_refused_at_the_start(run, anchors, name, engine, message):
+    with pytest.raises(AssertionError, match=message):
+        run({"plan": f"sketch:dense_layers=none:anchors={anchors[name]}"}, [[[[5, 6, 7], None, 1]]], **engine)
 
 
 @pytest.mark.vllm

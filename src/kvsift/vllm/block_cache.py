@@ -20,6 +20,7 @@ from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.probe import probe
 from kvsift.layer.selection import Selector, view_of, with_estimates
+from kvsift.methods.common.anchors import Reuse
 from kvsift.native.shapes import HeadRows, PooledRows
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
@@ -207,7 +208,8 @@ class BlockReader(RowReader):
 
 def attend_token(
     shape: LayerShape, rule: Rule, query: Tensor, cache: BlockCache, blocks: Tensor, length: int, tally: Tally,
-    sink_logit: Tensor | None = None, is_probed: bool = False,
+    sink_logit: Tensor | None = None, is_probed: bool = False, reuse: Reuse | None = None,
+    messages: LayerMessages | None = None, row: int = 0,
 ) -> Tensor:  # fmt: skip
     """Return the attention of one token, the last of ``length`` cached ones, [num_query_heads, head_dim].
 
@@ -221,12 +223,15 @@ def attend_token(
         tally: counts the query.
         sink_logit: [num_query_heads].
         is_probed: compare with exact attention.
+        reuse: which selection the layer reuses; None: it selects.
+        messages: between the layers of a step, in which layers below pass theirs up; by default there are none.
+        row: row of the step, which all layers call alike.
     """
     segment = Segment(query[None, :, None], length - 1, length)
     reader = cache.reader(blocks[: -(-length // cache.block_size)], length, rule.method.summary_page_size)
-    messages = LayerMessages()
-    messages.begin(0, shape.layer)
-    selector, view = Selector(shape, rule, "decode", None, 0, messages, tally), view_of(rule, segment)
+    messages = LayerMessages() if messages is None else messages
+    messages.begin(row, shape.layer)
+    selector, view = Selector(shape, rule, "decode", reuse, row, messages, tally), view_of(rule, segment)
     selection = selector.select_in(view)(segment, reader)
     part, visible = attend_sparse(shape, segment, reader, view, selection)
     part = part if selection is None else with_estimates(part, selection)[0]

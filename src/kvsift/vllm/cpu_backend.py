@@ -187,9 +187,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         cache = self._block_cache(self._state, layer, kv_cache)
         for row, rule in sparse:
             blocks = attn_metadata.block_table[row.row].to(torch.int64)
-            tally, own = self._state.counters.tally, query[row.token]
-            is_probed = self._state.probes(tally.sparse_queries)
-            attended = attend_token(shape, rule, own, cache, blocks, row.length, tally, self.sinks, is_probed)
+            state, own = self._state, query[row.token]
+            tally, reuse = state.counters.tally, state.settings.reuse(rule, shape)
+            attended = attend_token(
+                shape, rule, own, cache, blocks, row.length, tally, self.sinks, state.probes(tally.sparse_queries),
+                reuse, state.messages, row.row,
+            )  # fmt: skip
             output[row.token] = attended.view_as(output[row.token])
         return output
 
@@ -205,8 +208,11 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             def write(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
                 stock(layer, keys, values, cache, slots)
 
-            self._cache = BlockCache(kv_cache, BlockLayout.find(kv_cache, write), state.settings.summaries)
+            summaries = state.settings.summaries_in(self._shape(layer))
+            self._cache = BlockCache(kv_cache, BlockLayout.find(kv_cache, write), summaries)
             state.summary_bytes += self._cache.summary_bytes
+            if not summaries:
+                return self._cache
             compat.logger.info(
                 "kvsift: layer %s keeps %.3f GiB of page summaries beside %.3f GiB of KV cache, %.3f GiB in all layers "
                 "so far; they are not part of VLLM_CPU_KVCACHE_SPACE.",

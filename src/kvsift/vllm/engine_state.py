@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.paged_decode import Lists
 from kvsift.plan.capabilities import check
 from kvsift.plan.plan import Plan
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.vllm.counters import PhaseCounters
-from kvsift.vllm.refusals import CPU_PLANS, GPU_REQUESTS, Served, check_config
+from kvsift.vllm.refusals import ANCHORS, CPU_PLANS, GPU_REQUESTS, Served, check_config
 from kvsift.vllm.settings import Settings, plans_of
 
 
@@ -29,7 +30,8 @@ class EngineState:
         summary_bytes: bytes of all layers, besides vLLM's KV cache.
         max_length: greatest length of a request, in tokens.
         on_gpu: one kernel decodes all sequences, so that their plans have much in common.
-        held: memory on a GPU for summaries to come (``gpu_backend.hold``).
+        held: memory on a GPU for summaries and lists to come (``gpu_backend.hold``).
+        lists: lists on a GPU that layers above attend, by the layer that selects (``gpu_decode.BlockBatch``).
         compiled: dtypes of caches whose kernels are.
         reader: reads plans for this model; None: they name none.
     """
@@ -44,6 +46,7 @@ class EngineState:
     max_length: int = 0
     on_gpu: bool = False
     held: Tensor | None = None
+    lists: dict[int, Lists] = field(default_factory=dict)
     compiled: set[torch.dtype] = field(default_factory=set)
     reader: ModelPlans | None = None
 
@@ -60,7 +63,7 @@ class EngineState:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
         plan = self.settings.plan_for(spec, self.reader)
         served = Served(plan, self.settings, self.max_length)
-        check(served, GPU_REQUESTS if self.on_gpu else CPU_PLANS, name_all=True)
+        check(served, ANCHORS, GPU_REQUESTS if self.on_gpu else CPU_PLANS, name_all=True)
         return plan
 
 

@@ -28,11 +28,12 @@ from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import FEW, compile_ahead, summarise_slots
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
+from kvsift.methods.common.anchors import Reuse
 from kvsift.types import LayerShape
 from kvsift.vllm import compat, gpu_prefill
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.gpu_counters import GpuCounters
-from kvsift.vllm.gpu_decode import BlockBatch, LayerPages, dense_below_of
+from kvsift.vllm.gpu_decode import BlockBatch, LayerPages, capacity_of, dense_below_of
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 from kvsift.vllm.refusals import FP8, check_block_size
 
@@ -125,6 +126,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         self._batch = BlockBatch(
             settings.decode_rules, shape, vllm_config.scheduler_config.max_num_seqs,
             vllm_config.model_config.max_model_len, dense_below_of(settings), device, settings.allows_dense,
+            settings.anchor_layers, state.lists,
         )  # fmt: skip
         kind, page_size = settings.summaries[0]
         element, dtype = kv_cache_spec.dtype.itemsize, vllm_config.model_config.dtype
@@ -230,6 +232,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             state = None
         self._state = state
         self._sparse: tuple[bool, bool] | None = None  # in decode and in prefill, once the layer's name is known
+        self._index = -1  # the true one, known then, too
+        self._reuse: Reuse | None = None  # what it reuses in decode
         self._layer: LayerPages | None = None
         self._attention: DecodeLayer | None = None  # over _layer
         self._cache: tuple[int, torch.Size] | None = None  # address and shape of the cache that _layer is of
@@ -239,9 +243,10 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         if self._state is None:
             return False, False
         if self._sparse is None:
-            index, (first, *_) = compat.layer_index(layer.layer_name), self._state.settings.decode_rules
-            prefill = self._state.settings.plan.prefill
+            settings, index = self._state.settings, compat.layer_index(layer.layer_name)
+            first, prefill = settings.decode_rules[0], settings.plan.prefill
             reads = prefill is not None and index not in prefill.budget.dense_layers
+            self._index, self._reuse = index, settings.reuse(first, self._shape(index))
             self._sparse = index not in first.budget.dense_layers, reads
         return self._sparse
 
@@ -250,12 +255,11 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     ) -> None:
         side_by_side = key.stride()[1:] == value.stride()[1:] == (self.head_size, 1) and key.dtype == kv_cache.dtype
         tokens = (key, value) if side_by_side and len(slot_mapping) <= FEW else None
-        summarises = any(self._is_sparse(layer)) and kv_cache.numel()
-        if tokens is None or not summarises:
+        own = self._layer_pages(layer, kv_cache) if any(self._is_sparse(layer)) and kv_cache.numel() else None
+        if tokens is None or own is None or own.rows is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if summarises:
-            own, (kind, _) = self._layer_pages(layer, kv_cache), self._summary
-            summarise_slots(kind, slot_mapping, own.keys, own.values, own.rows, own.pages, tokens)
+        if own is not None and own.rows is not None:
+            summarise_slots(self._summary[0], slot_mapping, own.keys, own.values, own.rows, own.pages, tokens)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -296,12 +300,12 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         if not step.begun:
             step.begun = True
             batch.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
-        new = layer.layer_name not in batch.layers
-        batch.layers.add(layer.layer_name)
         shape, known = self._shape(scale=self._logit_scale(layer)), self._attention
         if known is None or known.shape != shape or known.sink_logit is not self.sinks:
-            known = self._attention = batch.layer(own, shape, self.sinks)
+            known = self._attention = batch.layer(own, shape, self.sinks, self._index, self._reuse)
         query = query.to(output.dtype).contiguous()
+        new = layer.layer_name not in batch.layers
+        batch.layers[layer.layer_name] = known.summary is not None
         step.counters.keep(layer.layer_name, query, known)
         known.attend(query, batch.mode, out=output)
         self._scale_values(layer, output)
@@ -353,8 +357,15 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             kind, page_size = self._summary
             summary = row_bytes(kind, self.head_size, page_size, self._dtype)
             element = 1 if self._config.cache_config.cache_dtype in FP8 else self._dtype.itemsize  # of most layers
-            share = summary / (page_size * 2 * self.head_size * element)
-            state.held = hold(self._config, share, query.device)
+            share = state.settings.summarised_share * summary / (page_size * 2 * self.head_size * element)
+            state.held = hold(self._config, share, self._kept_list_bytes(), query.device)
+
+    def _kept_list_bytes(self) -> int:
+        """Return the bytes of the lists that layers above attend."""
+        assert self._state is not None
+        settings, max_rows = self._state.settings, self._config.scheduler_config.max_num_seqs
+        capacity = capacity_of(settings.decode_rules, self._state.max_length, dense_below_of(settings))
+        return len(settings.anchor_layers) * max_rows * self.num_kv_heads * 4 * (capacity + 1)
 
     def _layer_pages(self, layer: Any, kv_cache: Tensor) -> LayerPages:
         cache = kv_cache.data_ptr(), kv_cache.shape
@@ -375,12 +386,16 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         state.held = None  # what the profile run held is for this
         pages = BlockPages.of(kv_cache, page_size)
         width, dtype = row_format(kind, self.head_size, page_size)
-        old = self._layer.rows.untyped_storage().nbytes() if self._layer is not None else 0
+        old = 0 if self._layer is None else self._layer.row_bytes
         self._layer = self._attention = None  # freed before the new one is made
         keys, values = pages.split(kv_cache.view(torch.float8_e4m3fn) if self._is_fp8 else kv_cache)
-        rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or self._dtype, kv_cache.device)
+        rows = None
+        if state.settings.summaries_in(self._shape(self._index)):
+            rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or self._dtype, kv_cache.device)
         self._layer, self._cache = LayerPages(pages, keys, values, rows), cache
-        size = rows.untyped_storage().nbytes()
+        if rows is None:
+            return self._layer
+        size = self._layer.row_bytes
         if keys.dtype not in state.compiled:  # else the first prompt waits for it
             state.compiled.add(keys.dtype)
             compile_ahead(kind, keys, values, rows, pages)
@@ -394,12 +409,12 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         return self._layer
 
 
-def hold(config: Any, summary_share: float, device: torch.device) -> Tensor:
-    """Return memory for summaries, of ``summary_share`` bytes for each byte of KV cache; empty where vLLM was given the
-    size of the cache, and plans nothing.
+def hold(config: Any, summary_share: float, list_bytes: int, device: torch.device) -> Tensor:
+    """Return memory for summaries, of ``summary_share`` bytes for each byte of KV cache, and for lists of so many;
+    empty where vLLM was given the size of the cache, and plans nothing.
 
     A backend has no say in the size of a KV cache: it is what a profile run leaves of ``gpu_memory_utilization``. So
-    the profile run holds as many bytes as the summaries will take, and the first step with a cache gives them back.
+    the profile run holds as many bytes as both will take, and the first step with a cache gives them back.
     """
     cache = config.cache_config
     if cache.kv_cache_memory_bytes:
@@ -407,7 +422,7 @@ def hold(config: Any, summary_share: float, device: torch.device) -> Tensor:
     free, total = torch.cuda.mem_get_info(device)
     # as vLLM counts: memory of other processes is no part of its share
     planned = int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
-    left = max(0, min(free, planned))
+    left = max(0, min(free, planned) - list_bytes)
     held = int(left * summary_share / (1 + summary_share))
     compat.logger.info("kvsift: %.2f GiB of the memory planned for the KV cache is for page summaries.", held / GIB)
-    return torch.empty(held, dtype=torch.uint8, device=device)
+    return torch.empty(held + list_bytes, dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
 """What captured steps count on a GPU, and probes between them, until the host adds both to a tally.
 
 A step keeps the queries of a few layers, each by one small copy. Between two steps the lists of such a layer are chosen
-again for one sequence, from the summaries that it read, and compared with exact attention. Nothing waits for the GPU:
-what it has counted is copied every few seconds, and read when the copy is there.
+again for one sequence, from the summaries that it read, and compared with exact attention; lists that it reuses are
+still there. Nothing waits for the GPU: what it has counted is copied every few seconds, and read when the copy is
+there.
 """
 
 from __future__ import annotations
@@ -87,11 +88,15 @@ class GpuCounters:
         batch, one, shape = self._batch, self._one, layer.shape
         for own, shared in ((one.table, batch.table), (one.lengths, batch.lengths), (one.spans, batch.spans)):
             own.copy_(shared[row : row + 1])
-        kv = layer.kv
+        kv, is_sparse = layer.kv, batch.is_sparse(row)
         alone = DecodeLayer(shape, one, kv.keys, kv.values, layer.summary, layer.method, memory=self._lists)
-        alone.attend(queries, "sparse")
-        assert alone.lists is not None
-        self._lists = units, counts = alone.lists
+        if layer.summary is None:  # a row that is dense has none: what is there is of another sequence
+            units, counts = (each.clone() for each in layer.lists_of(slice(row, row + 1)))
+            counts *= is_sparse
+        else:
+            alone.attend(queries, "sparse")
+            assert alone.lists is not None
+            self._lists = units, counts = alone.lists
         if self._space is None and queries.is_cuda:
             self._space = RecoverySpace.make(alone.kv, queries, units, one.unit_size)
         found = recovery(
@@ -99,7 +104,7 @@ class GpuCounters:
             space=self._space,
         )  # fmt: skip
         share = (found.double().clamp_max(1).mean() * WHOLE).long()
-        self.probed += torch.stack([torch.ones_like(share), share]) * batch.is_sparse(row)
+        self.probed += torch.stack([torch.ones_like(share), share]) * is_sparse
 
     def poll(self, tally: Tally) -> None:
         """Add what was counted up to the last copy, and start the next copy when it is time. Not while capturing."""
@@ -121,12 +126,12 @@ class GpuCounters:
         queries, context, sparse, sparse_context, listed, probes, recovered = (
             now - then for now, then in zip(sums, self._before)
         )
-        self._before, layers = sums, len(self._batch.layers)
+        self._before, layers, selecting = sums, len(self._batch.layers), sum(self._batch.layers.values())
         dense = (context - sparse_context) * layers if self._batch.mode == "mixed" else 0  # the others have lists
         visible = listed / self._batch.shape.num_kv_heads + dense
         return Tally(
             queries=queries * layers, context_tokens=context * layers, visible_tokens=visible,
             sparse_queries=sparse * layers, kv_bytes_read=visible * self._token_bytes,
-            index_bytes_read=sparse_context * layers * self._index_bytes,
+            index_bytes_read=sparse_context * selecting * self._index_bytes,
             kv_bytes_dense=context * layers * self._token_bytes, probes=probes, recovery=recovered / WHOLE,
         )  # fmt: skip

@@ -6,15 +6,18 @@ never changes, so that CUDA graphs of whole steps replay it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
 
+from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.block_pages import BlockPages, place_pages
 from kvsift.kernels.page_spans import page_spans
-from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode
+from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, Lists, StepMode, list_capacity
+from kvsift.methods.common.anchors import Reuse
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.sketch import Sketch
 from kvsift.plan.budget import Budget
@@ -33,7 +36,12 @@ class LayerPages:
     pages: BlockPages
     keys: Tensor  # [num_kv_heads, count, page_size, head_dim], of the model's dtype or float8_e4m3fn
     values: Tensor
-    rows: Tensor  # [num_kv_heads, count, width]
+    rows: Tensor | None  # [num_kv_heads, count, width]; None where no rule reads any
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the summaries."""
+        return 0 if self.rows is None else self.rows.untyped_storage().nbytes()
 
 
 class BlockBatch(DecodeBatch):
@@ -47,17 +55,21 @@ class BlockBatch(DecodeBatch):
         device: device of the model.
         allows_dense: a sequence may have no rule. Each layer then has a second launch, which costs up to 1 microsecond
             even where no sequence is dense.
+        anchors: true indices of layers whose lists layers above attend; the others write one memory, since they run one
+            after the other.
+        kept: lists of anchors that have been made, which all batches of a model share, those of trial steps too.
 
     Attributes:
         mode: mode of all steps.
         totals: int64 [max_rows, 4], see ``place_pages``.
         visible: int64 [max_rows], tokens in the lists of all layers and KV heads.
-        layers: names of those that have attended.
+        layers: whether each layer that has attended selects, by its name.
     """
 
     def __init__(
         self, rules: Sequence[Rule], shape: LayerShape, max_rows: int, max_length: int, dense_below: int,
-        device: torch.device, allows_dense: bool = False,
+        device: torch.device, allows_dense: bool = False, anchors: Container[int] = (),
+        kept: dict[int, Lists] | None = None,
     ) -> None:  # fmt: skip
         method = rules[0].method
         assert isinstance(method, PagedMethod | Sketch), "settings.read_plan lets no others in"
@@ -66,28 +78,24 @@ class BlockBatch(DecodeBatch):
         super().__init__(table, [0] * max_rows, page_size, [None] * max_rows, unit_size=method.unit_size)
         self.shape, self._method, self._dense_below = shape, method, dense_below
         self.mode: StepMode = "mixed" if allows_dense else "sparse"  # else a short sequence has a list of all its pages
-        self.layers = set[str]()
+        self.layers = dict[str, bool]()
         self.sizes, self.dense_bytes = range(1, max_rows + 1), DENSE_BYTES
-        self.capacity = self.need([self._budget(rule) for rule in rules])
+        self.capacity = capacity_of(rules, max_length, dense_below)
         self.ranked = self.need([rule.budget for rule in rules])
-        num_rows = method.num_selections(shape)
-        self._units = torch.zeros(max_rows, num_rows, self.capacity, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(max_rows, num_rows, dtype=torch.int32, device=device)
+        self._lists = self.new_lists(method.num_selections(shape))
+        self._anchors, self._kept = anchors, {} if kept is None else kept
         self.totals = torch.zeros(max_rows, 4, dtype=torch.int64, device=device)
         self.visible = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._sparse_from = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._rules: list[Rule | None] = []
         self.set_rules([rules[0]] * max_rows)
 
-    def _budget(self, rule: Rule) -> Budget:
-        return replace(rule.budget, min_context=max(rule.budget.min_context, self._dense_below))
-
     def set_rules(self, rules: Sequence[Rule | None]) -> None:
         """Give the first sequences their rules for the steps to come, None for dense ones; not while capturing."""
         if list(rules) == self._rules[: len(rules)]:
             return
         self._rules[: len(rules)] = rules
-        budgets = [None if rule is None else self._budget(rule) for rule in rules]
+        budgets = [None if rule is None else _budget(rule, self._dense_below) for rule in rules]
         self.set_budgets(budgets)
         first = [ALWAYS if budget is None else _sparse_from(budget) for budget in budgets]
         pinned = torch.tensor(first, dtype=torch.int32, pin_memory=self._sparse_from.is_cuda)
@@ -100,11 +108,34 @@ class BlockBatch(DecodeBatch):
         place_pages(blocks, lengths, pages, own, self.totals[:rows], self._sparse_from[:rows])
         page_spans(self.lengths[:rows], self.unit_size, self.budgets[:rows], self.spans[:rows])
 
-    def layer(self, pages: LayerPages, shape: LayerShape, sink_logit: Tensor | None = None) -> DecodeLayer:
-        """Return the attention of a layer. All layers write the same lists: they run one after the other."""
+    def layer(
+        self, pages: LayerPages, shape: LayerShape, sink_logit: Tensor | None = None, index: int = -1,
+        reuse: Reuse | None = None,
+    ) -> DecodeLayer:  # fmt: skip
+        """Return the attention of a layer; not while capturing.
+
+        Args:
+            pages: its cache.
+            shape: its shape, with the index that layers share which share launches.
+            sink_logit: [num_query_heads].
+            index: its true index.
+            reuse: which lists it attends; None: its own.
+
+        Raises:
+            InputError: if it reuses what no layer below has selected.
+        """
+        if reuse is not None and reuse.anchor not in self._kept:
+            raise UnsupportedPlan(
+                f"Layer {index} reuses the selection of layer {reuse.anchor} by the anchors of this plan, and vLLM "
+                "attends that layer densely. Leave out anchors."
+            )
+        if index in self._anchors and index not in self._kept:
+            self._kept[index] = self.new_lists(self._method.num_selections(shape))
+        memory = self._kept.get(index, self._lists) if reuse is None else self._kept[reuse.anchor]
         return DecodeLayer(
-            shape, self, pages.keys, pages.values, pages.rows, self._method, sink_logit=sink_logit,
-            dense_below=self._sparse_from, visible=self.visible, memory=(self._units, self._counts),
+            shape, self, pages.keys, pages.values, pages.rows if reuse is None else None, self._method,
+            sink_logit=sink_logit, dense_below=self._sparse_from, visible=self.visible, memory=memory,
+            heads=() if reuse is None else reuse.heads,
         )  # fmt: skip
 
     def is_sparse(self, row: int) -> Tensor:
@@ -124,6 +155,17 @@ def dense_below_of(settings: Settings) -> int:
     if settings.dense_below is not None:
         return settings.dense_below
     return DENSE_BELOW if any(isinstance(rule.method, PagedMethod) for rule in settings.decode_rules) else 0
+
+
+def capacity_of(rules: Sequence[Rule], max_length: int, dense_below: int) -> int:
+    """Return the most units of a list under rules of one method."""
+    unit_size, page_size = rules[0].method.unit_size, rules[0].method.summary_page_size
+    max_units = ceil(max_length / page_size) * page_size // unit_size
+    return max(list_capacity(_budget(rule, dense_below), max_units, unit_size) for rule in rules)
+
+
+def _budget(rule: Rule, dense_below: int) -> Budget:
+    return replace(rule.budget, min_context=max(rule.budget.min_context, dense_below))
 
 
 def _sparse_from(budget: Budget) -> int:

@@ -130,7 +130,8 @@ class BlockRow(RowReader):
     """
 
     def __init__(self, shape: LayerShape, layer: LayerPages, kind: str, pages: Tensor, length: int) -> None:
-        pool = _BlockPool(layer.keys, layer.values, layer.pages.page_size, {kind: layer.rows})
+        summaries = {} if layer.rows is None else {kind: layer.rows}
+        pool = _BlockPool(layer.keys, layer.values, layer.pages.page_size, summaries)
         super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
         self.shape = shape
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
+from kvsift.checkpoint import embedding_sample, local_directory
 from kvsift.errors import UnsupportedPlan
 from kvsift.layer.paged_decode import list_capacity
+from kvsift.methods.common.anchors import AGAIN, AnchorMap, listed
+from kvsift.methods.common.calibration import is_of
 from kvsift.plan.capabilities import reason, reasons
 from kvsift.plan.plan import Plan, Rule
-from kvsift.types import Objections
-from kvsift.vllm.settings import Settings
+from kvsift.types import Objections, Origin
+from kvsift.vllm.settings import Settings, anchors_of
 
+NOT_FULL = ("sliding", "chunked", "linear")  # beginnings of layer_types
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
 WIDE, FP8 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
@@ -31,6 +37,15 @@ class Served(NamedTuple):
     dtype: str = ""
     cache_dtype: str = ""
 
+    def dense_anchor(self) -> tuple[int, int] | None:
+        """Return a layer that reuses a selection, and the layer that is to select and is dense, if there is one."""
+        rule = self.plan.decode
+        found = None if rule is None else self.settings.anchors.get(anchors_of(rule) or "")
+        if rule is None or found is None:
+            return None
+        dense, pairs = rule.budget.dense_layers, ((layer, reuse.anchor) for layer, reuse in found.reuse.items())
+        return next(((layer, anchor) for layer, anchor in pairs if anchor in dense and layer not in dense), None)
+
     def overflow(self) -> tuple[int, int] | None:
         """Return the tokens that the plan may show and those that lists of the server hold, if these are fewer."""
         if self.plan.decode is None or reason(self, OTHER_DECODE):
@@ -41,6 +56,44 @@ class Served(NamedTuple):
     def _list_tokens(self, rule: Rule) -> int:
         size = rule.method.unit_size
         return list_capacity(rule.budget, -(-self.max_length // size), size) * size
+
+
+class AnchorFile(NamedTuple):
+    """An anchor file that a plan names, and a ``VllmConfig``."""
+
+    name: str
+    found: AnchorMap
+    config: Any
+
+    @property
+    def kinds(self) -> list[str] | None:
+        """Kind of each layer of the model; None if the layers are not known."""
+        text = getattr(self.config.model_config, "hf_text_config", None)
+        count = getattr(text, "num_hidden_layers", None)
+        return count and list(map(str, getattr(text, "layer_types", None) or [""] * count))
+
+    def lacking(self) -> str:
+        """Return the layers of the file that the model lacks, or whose attention is not over the whole context."""
+        if (kinds := self.kinds) is None:
+            return ""
+        return listed(layer for layer in self.found.layers if layer >= len(kinds) or kinds[layer].startswith(NOT_FULL))
+
+    def other_heads(self) -> tuple[int, int] | None:
+        """Return a number of KV heads that the file maps, and that of the model, if they differ; layers of several
+        kinds may differ, and are compared when they first attend (``Settings.reuse``)."""
+        count = getattr(self.config.model_config, "get_total_num_kv_heads", None)
+        if count is None or len(set(self.kinds or ())) != 1:
+            return None
+        mapped = {len(reuse.heads) for reuse in self.found.reuse.values()} - {count()}
+        return (min(mapped), count()) if mapped else None
+
+    def is_of_other(self) -> bool:
+        """Whether the model has another token embedding, as far as its directory is here and has one."""
+        model = self.config.model_config
+        directory = local_directory(str(getattr(model, "model", "")), getattr(model, "revision", None))
+        sample = [] if directory is None else embedding_sample(directory)
+        name, numbers = self.found.model
+        return bool(sample) and not is_of(Origin(name, torch.tensor(sample)), name, torch.tensor(numbers))
 
 
 CONFIGS: Objections = (
@@ -122,13 +175,35 @@ GPU_REQUESTS: Objections = (
 )  # fmt: skip
 
 
+ANCHORS: Objections = (  # to plans
+    (lambda served: served.dense_anchor(),
+     "By the anchors of {it.plan} layer {found[0]} reuses the selection of layer {found[1]}, which its dense_layers "
+     "leave nothing to select; under vLLM they are true indices. Leave {found[1]} out of dense_layers."),
+)  # fmt: skip
+ANCHOR_FILES: Objections = (
+    *((lambda it, name=name: getattr(it.config.parallel_config, name, 1) > 1,
+       f"By anchors={{it.name}} layers reuse selections of others, {what}. Leave out anchors, or take {name}=1.")
+      for name, what in (("pipeline_parallel_size", "which may be on other ranks"),
+                         ("tensor_parallel_size", "head by head, and other heads may be on other ranks"))),
+    (AnchorFile.lacking,
+     f"{{it.name}} is for a model with layers {{found}}, which kvsift does not attend in this one. {AGAIN}"),
+    (AnchorFile.other_heads, f"{{it.name}} maps {{found[0]}} KV heads, and layers here have {{found[1]}}. {AGAIN}"),
+    (AnchorFile.is_of_other, f"{{it.name}} is for another model ({{it.found.model[0]}}) than this one. {AGAIN}"),
+)  # fmt: skip
+
+
 def check_config(config: Any, settings: Settings) -> None:
     """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
     device, dtype = config.device_config.device_type, str(config.model_config.dtype).removeprefix("torch.")
     server = Served(settings.plan, settings, 0, config, device, dtype, str(config.cache_config.cache_dtype))
-    found = [*reasons(config, CONFIGS), *reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else CPU_PLANS)]
+    found = [
+        *reasons(config, CONFIGS),
+        *reasons(server, SERVERS, ANCHORS, GPU_SERVERS if device == "cuda" else CPU_PLANS),
+    ]
     for plan in settings.plans:
-        found += reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
+        found += reasons(server._replace(plan=plan), ANCHORS, FURTHER_PLANS if device == "cuda" else CPU_PLANS)
+    for name, anchors in settings.anchors.items():
+        found += reasons(AnchorFile(name, anchors, config), ANCHOR_FILES)
     if found:
         raise UnsupportedPlan(" ".join([*found, TAKE_DENSE]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from shlex import quote
 from typing import Any
 
@@ -11,11 +12,13 @@ from kvsift.checkpoint import local_directory
 from kvsift.errors import InputError, InvalidValue, MissingInput, UnsupportedPlan, unknown
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.methods import checks
+from kvsift.methods.common import anchors
+from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse
 from kvsift.plan.capabilities import check, reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import is_auto, parse_plan
 from kvsift.plan.tuned_plan import ModelPlans
-from kvsift.types import Objections
+from kvsift.types import LayerShape, Objections
 
 KEY = "kvsift"
 
@@ -71,6 +74,49 @@ class Settings:
         """Kinds of page summary to maintain, each with its page size."""
         return tuple(dict.fromkeys(summary for plan in (self.plan, *self.plans) for summary in summaries_of(plan)))
 
+    @cached_property
+    def anchors(self) -> Mapping[str, AnchorMap]:
+        """The anchor files of all plans as they were at the start, by name: they may be replaced while a server runs.
+
+        Raises:
+            InputError: if one has changed since its plan was read.
+        """
+        names = dict.fromkeys(name for plan in (self.plan, *self.plans) if (name := anchors_of(plan.decode)))
+        return {name: anchors.read("anchors", name) for name in names}
+
+    def reuse(self, rule: Rule | None, shape: LayerShape) -> Reuse | None:
+        """Return which selection a layer reuses in decode by a rule of this server; None: it selects.
+
+        Raises:
+            InputError: if the anchor file was made for another model.
+        """
+        name = anchors_of(rule)
+        return None if name is None else anchors.reuse_of(self.anchors[name], name, shape)
+
+    def summaries_in(self, shape: LayerShape) -> tuple[tuple[str, int], ...]:
+        """As ``summaries``, of a layer: without those of plans by which it only reuses a selection."""
+        kept = (
+            (kind, plan.page_size or 1)
+            for plan in (self.plan, *self.plans)
+            for rule in plan.rules
+            if rule is not plan.decode or self.reuse(rule, shape) is None
+            for kind in rule.method.summaries
+        )
+        return tuple(dict.fromkeys(kept))
+
+    @property
+    def anchor_layers(self) -> frozenset[int]:
+        """True indices of layers whose selections others reuse."""
+        return frozenset(reuse.anchor for found in self.anchors.values() for reuse in found.reuse.values())
+
+    @property
+    def summarised_share(self) -> float:
+        """Share of the layers that keep page summaries, where all plans have the same anchors."""
+        found = next(iter(self.anchors.values()), None)
+        if found is None or any(rule.method.summaries for plan in (self.plan, *self.plans) if (rule := plan.prefill)):
+            return 1.0
+        return 1 - len(found.reuse) / len(found.layers)
+
     @property
     def decode_rules(self) -> tuple[Rule, ...]:
         """Rules of all plans that decode sparsely."""
@@ -94,6 +140,14 @@ class Settings:
                 f"{plan} needs page summaries of kind {kind} over pages of {page_size} tokens, and this server was "
                 f"not started with them. Allowed are dense, and {self._allowed()}. Start it with plans=[{str(plan)!r}] "
                 "beside its plan to allow this one."
+            )
+        name = anchors_of(plan.decode)
+        read = set(summaries_of(plan))
+        served = {anchors_of(own.decode) for own in (self.plan, *self.plans) if read & set(summaries_of(own))}
+        if read and name not in served:
+            raise UnsupportedPlan(
+                f"{plan} selects in other layers than the plans that this server was started with. Start it with "
+                f"plans=[{str(plan)!r}] beside its plan to allow this one."
             )
         return plan
 
@@ -135,8 +189,6 @@ PLANS: Objections = (
     (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be prefilled by {it.prefill}: {found}."),
     (lambda plan: plan.is_guarded,
      "{it} probes its own answers, which is not done under vLLM. Leave out min_recovery."),
-    (lambda plan: plan.decode is not None and plan.decode.method.reused,
-     "{it} cannot run under vLLM: there every layer selects for itself. Leave out anchors."),
     (reason_against, "{it} cannot run under vLLM: {found}. Take quest or sketch with a budget in tokens."),
 )  # fmt: skip
 
@@ -144,6 +196,11 @@ PLANS: Objections = (
 def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:
     """Return the kinds of page summary that a plan reads, each with its page size."""
     return tuple((kind, plan.page_size or 1) for kind in plan.summaries)
+
+
+def anchors_of(rule: Rule | None) -> str | None:
+    """Return the anchor file of a rule."""
+    return rule.method.anchors if rule is not None and isinstance(rule.method, AnchoredMethod) else None
 
 
 def _seconds(name: str, value: object) -> float:

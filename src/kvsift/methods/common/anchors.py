@@ -118,7 +118,7 @@ class AnchoredMethod(Method):
             lacking = set(read("anchors", self.anchors).layers) - set(layers)
             if lacking:
                 raise OtherModel(
-                    f"{self.anchors} is for a model with layers {_listed(lacking)}, which kvsift does not attend in "
+                    f"{self.anchors} is for a model with layers {listed(lacking)}, which kvsift does not attend in "
                     f"this one. {AGAIN}"
                 )
 
@@ -142,8 +142,8 @@ def reuse_of(found: AnchorMap, path: str, shape: LayerShape) -> Reuse | None:
                          f"{AGAIN}")  # fmt: skip
     if shape.peers and found.layers != sorted(shape.peers):
         raise OtherModel(
-            f"{path} is for a model whose layers {_listed(found.layers)} are attended by kvsift; in this one they are "
-            f"{_listed(shape.peers)}. {AGAIN}"
+            f"{path} is for a model whose layers {listed(found.layers)} are attended by kvsift; in this one they are "
+            f"{listed(shape.peers)}. {AGAIN}"
         )
     reuse = found.reuse.get(shape.layer)
     if reuse is not None and len(reuse.heads) != shape.num_kv_heads:
@@ -235,5 +235,5 @@ def _fault(found: AnchorMap) -> str | None:
     return None
 
 
-def _listed(layers: Iterable[int]) -> str:
+def listed(layers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(layers)))
