@@ -395,6 +395,8 @@ VLLM: dict[str, dict[str, Any]] = {
     "connector": {"kv_transfer_config": 1},
     "context parallel": {"parallel_config__decode_context_parallel_size": 2},
     "prefill context parallel": {"parallel_config__prefill_context_parallel_size": 2},
+    "tensor parallel": {"parallel_config__tensor_parallel_size": 2},
+    "pipeline parallel": {"parallel_config__pipeline_parallel_size": 2},
     "micro-batches": {"parallel_config__use_ubatching": True},
     "fp8": {"cache_config__cache_dtype": "fp8"},
     "fp8, scales": {"cache_config__cache_dtype": "fp8", "cache_config__calculate_kv_scales": True},

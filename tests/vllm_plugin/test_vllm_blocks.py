@@ -8,7 +8,9 @@ from refusals import refused
 
 from kvsift.kernels.page_summary import summarise
 from kvsift.layer.accounting import RunStats, Tally
+from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.common.anchors import AnchorMap, Reuse, write
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
 from kvsift.vllm.block_cache import BlockCache, BlockLayout, attend_token
@@ -109,3 +111,32 @@ def test_a_token_is_attended_as_over_the_store_of_kvsift(plan, length):
     assert expected_tally.probes == (expected_tally.sparse_queries > 0)
     assert tally.recovery == pytest.approx(expected_tally.recovery if expected_tally.probes else 1, abs=1e-5)
     assert tally.index_bytes_read > 0
+
+
+def test_a_layer_attends_what_its_anchor_selected_for_the_heads_it_maps(tmp_path):
+    reuse = Reuse(3, (1, 0), 1.0)
+    write(tmp_path / "anchors.json", AnchorMap(("tiny", [1.0]), (3,), {5: reuse}, (), {}))
+    rule, length = parse_plan(f"sketch:budget=80:anchors={tmp_path / 'anchors.json'}").decode, 150
+    selecting, blocks, keys, values = filled(transposed, length, (("sketch1", 16),))
+    reusing = BlockCache(selecting.kv, selecting.layout, ())  # selects nothing
+    queries = torch.randn(2, 2, 4, DIM, generator=torch.Generator().manual_seed(1))  # of layers and rows
+    messages, tally, found = LayerMessages(), Tally(), []
+    for layer, cache, state in ((3, selecting, None), (5, reusing, reuse)):
+        for row in range(2):
+            found.append(attend_token(
+                SHAPE._replace(layer=layer), rule, queries[layer // 5, row], cache, blocks, length, tally,
+                is_probed=True, reuse=state, messages=messages, row=row,
+            ))  # fmt: skip
+    assert (tally.sparse_queries, tally.probes) == (4, 4)
+    sinks_stop, window_start = rule.budget.always(length - 1, 1)
+    for row in range(2):
+        listed = torch.zeros(HEADS, length, dtype=torch.bool)
+        listed[:, :sinks_stop] = listed[:, window_start:] = True
+        messages.begin(row, 6)
+        chosen = messages.get(row, 6, (("decode", length - 1, length), 3))
+        listed.scatter_(1, chosen[[1, 0]], True)
+        assert listed.sum(1).tolist() == [80, 80]
+        logits = torch.einsum("hgd,hnd->hgn", queries[1, row].view(HEADS, 2, DIM), keys) * SHAPE.scale
+        weights = logits.masked_fill(~listed[:, None], -torch.inf).softmax(-1)
+        expected = torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
+        torch.testing.assert_close(found[2 + row], expected, atol=1e-5, rtol=1e-5)

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from contracts.verdicts import config
 from refusals import refused
+from safetensors.torch import save_file
 
-from kvsift.checkpoint import fingerprint
+from kvsift.checkpoint import embedding_sample, fingerprint
 from kvsift.cli import serve
 from kvsift.cli.main import main
 from kvsift.layer.accounting import Tally
+from kvsift.methods.common.anchors import AnchorMap, Reuse
+from kvsift.methods.common.anchors import write as write_anchors
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
+from kvsift.types import LayerShape, Origin
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.engine_state import EngineState
+from kvsift.vllm.refusals import check_config
 from kvsift.vllm.settings import Settings, plans_of
 
 
@@ -56,6 +64,103 @@ def test_a_request_may_name_what_the_summaries_of_the_server_serve():
     for plan in ("quest:budget=512", "sketch:bits=2", "quest:page_size=32:score_by=log_mass"):
         with refused("unsupported_plan"):
             settings.plan_for(plan)
+
+
+@pytest.fixture
+def anchors(tmp_path):
+    """Make an anchor file of six layers of two KV heads."""
+
+    def make(reuse, name="anchors.json"):
+        layers = [layer for layer in range(6) if layer not in reuse]
+        found = {layer: Reuse(anchor, (1, 0), 1.0) for layer, anchor in reuse.items()}
+        write_anchors(tmp_path / name, AnchorMap(("tiny", [1.0]), layers, found, (), {}))
+        return str(tmp_path / name)
+
+    return make
+
+
+def shape_of(layer, num_kv_heads=2):
+    return LayerShape(layer, 4, num_kv_heads, 8, 1.0)
+
+
+def test_anchors_are_those_of_the_start_whatever_becomes_of_the_file(anchors):
+    file = anchors({3: 2, 5: 2})
+    settings = Settings.read({"kvsift": {"plan": f"sketch:anchors={file}", "plans": ["quest"]}})
+    check_config(config("cpu"), settings)
+    Path(file).unlink()
+    rule, quest = settings.decode_rules
+    assert settings.reuse(rule, shape_of(3)) == Reuse(2, (1, 0), 1.0)
+    assert settings.reuse(rule, shape_of(4)) is settings.reuse(quest, shape_of(3)) is None
+    assert settings.anchor_layers == {2}
+    assert settings.summaries_in(shape_of(2)) == settings.summaries == (("sketch1", 16), ("minmax", 16))
+    assert settings.summaries_in(shape_of(5)) == (("minmax", 16),)
+    with refused("other_model: maps 2 KV heads in layer 5, which has 4 here"):
+        settings.reuse(rule, shape_of(5, 4))
+
+
+def test_requests_select_in_the_layers_that_the_server_does(anchors):
+    file, other = anchors({3: 2, 5: 2}), anchors({3: 2}, "other.json")
+    settings = Settings.read({"kvsift": {"plan": f"sketch:anchors={file}"}})
+    assert settings.summarised_share == pytest.approx(4 / 6)
+    settings.plan_for(f"sketch:budget=77:anchors={file}")
+    assert settings.plan_for("dense") == Plan()
+    for plan in ("sketch:budget=77", f"sketch:anchors={other}"):
+        with refused("unsupported_plan: selects in other layers"):
+            settings.plan_for(plan)
+    both = Settings.read({"kvsift": {"plan": f"sketch:anchors={file}", "plans": ["sketch"]}})
+    both.plan_for("sketch:budget=77")
+    assert both.summaries_in(shape_of(5)) == both.summaries
+    plain = Settings.read({"kvsift": {"plan": "sketch"}})
+    with refused("unsupported_plan: selects in other layers"):
+        plain.plan_for(f"sketch:anchors={file}")
+
+
+def test_dense_layers_are_true_indices_where_anchors_select(anchors, tmp_path):
+    write_anchors(tmp_path / "every_other.json", AnchorMap(
+        ("tiny", [1.0]), (1, 3), {5: Reuse(3, (0, 1), 1.0)}, (), {}
+    ))  # fmt: skip
+    file = tmp_path / "every_other.json"  # layer 3 is the second of three
+    settings = Settings.read({"kvsift": {"plan": f"sketch:dense_layers=3:anchors={file}"}})
+    with refused("unsupported_plan: layer 5 reuses the selection of layer 3"):
+        check_config(config("cpu"), settings)
+    state = EngineState(Settings.read({"kvsift": {"plan": f"sketch:dense_layers=none:anchors={file}"}}))
+    state.plan_for(f"sketch:dense_layers=0:anchors={file}")
+    with refused("unsupported_plan: layer 5 reuses the selection of layer 3"):
+        state.plan_for(f"sketch:dense_layers=3:anchors={file}")
+
+
+def of_model(**facts):
+    return {"model_config__hf_text_config": SimpleNamespace(**facts)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "take pipeline_parallel_size=1"),
+        ({"parallel_config__tensor_parallel_size": 2}, "take tensor_parallel_size=1"),
+        (of_model(num_hidden_layers=4), "is for a model with layers 4, 5"),
+        (of_model(num_hidden_layers=6, layer_types=["full_attention"] * 5 + ["sliding_attention"]), "with layers 5"),
+        (of_model(num_hidden_layers=6) | {"model_config__get_total_num_kv_heads": lambda: 8}, "maps 2 KV heads"),
+    ],
+)
+def test_anchors_that_do_not_fit_are_refused_at_the_start(anchors, changes, message):
+    settings = Settings.read({"kvsift": {"plan": f"sketch:anchors={anchors({3: 2, 5: 2})}"}})
+    check_config(config("cpu", **of_model(num_hidden_layers=6)), settings)
+    with refused(f"unsupported_plan: {message}"):
+        check_config(config("cpu", **changes), settings)
+
+
+def test_anchors_of_other_weights_are_refused(anchors, tmp_path):
+    weights = torch.arange(1.0, 151).view(30, 5)
+    save_file({"model.embed_tokens.weight": weights}, tmp_path / "model.safetensors")
+    sample = Origin("tiny", weights).sample()
+    assert embedding_sample(tmp_path) == sample.tolist()
+    for numbers, fits in ((sample, True), (sample.bfloat16(), True), (sample.flip(0), False)):
+        write_anchors(tmp_path / "own.json", AnchorMap(("tiny", numbers.tolist()), (0, 1), {}, (), {}))
+        settings = Settings.read({"kvsift": {"plan": f"sketch:anchors={tmp_path / 'own.json'}"}})
+        with nullcontext() if fits else refused("unsupported_plan: is for another model"):
+            check_config(config("cpu", model_config__model=str(tmp_path)), settings)
+    assert embedding_sample(Path(anchors({3: 2}))) == []
 
 
 def test_a_plan_that_skipped_nothing_says_so():
