@@ -66,8 +66,8 @@ def test_layers_reuse_selections_as_in_the_engine(run, model, texts, anchors):
     from kvsift import LLM
 
     llm = LLM(model, "dense", dtype="float32", device="cpu", probe_every=0)
-    own = f"sketch:budget=72:dense_layers=none:anchors={anchors['own']}"
-    plans = [own, own.replace("72", "96"), PLANS[0], "dense"]
+    own, wider = (f"sketch:budget={n}:dense_layers=none:anchors={anchors['own']}" for n in (72, 96))
+    plans = [own, wider, PLANS[0], "dense"]
     expected = [[answer.token_ids for answer in llm.generate(texts, plan=p, max_new_tokens=COUNT)] for p in plans]
     unanchored = [a.token_ids for a in llm.generate(texts, plan=PLANS[1], max_new_tokens=COUNT)]
     assert expected[0] != unanchored  # what is reused changes answers
@@ -75,7 +75,7 @@ def test_layers_reuse_selections_as_in_the_engine(run, model, texts, anchors):
     batch = [[prompt, own, COUNT] for prompt in ids]
     mixed = [[prompt, plans[(row + turn) % 4], COUNT] for turn in range(4) for row, prompt in enumerate(ids)]
     alone = [[ids[0], own, COUNT]]
-    other = [[ids[0], plan, COUNT] for plan in (PLANS[1], f"sketch:anchors={anchors['too_deep']}")]
+    other = [[ids[0], plan, COUNT] for plan in (PLANS[1], f"sketch:dense_layers=none:anchors={anchors['too_deep']}")]
     settings = {"plan": own, "plans": [PLANS[0]], "probe_every": 1}
     answers = run(settings, [batch, mixed, alone, *([each] for each in other)], max_num_batched_tokens=256)
     assert tokens_of(answers[0]) == expected[0]

@@ -37,10 +37,7 @@ class DecodeRecipe(r.BenchRecipe):
     contexts: tuple[int, ...] = r.contexts("32K,128K")
     batches: tuple[int, ...] = r.option("1,4", "Sequences, for instance 1,4.", flag="--batch", parse=r.counts)
     plan: str = r.option("quest:budget=2048", "Plan that is compared with dense.")
-    anchors: int | None = r.option(
-        None, "Layers that select for the others, evenly spaced, to measure time; calibrate --layers finds good ones.",
-        kind=int | None, minimum=1,
-    )  # fmt: skip
+    anchors: int | None = r.anchors()
     steps: int = r.option(32, "Tokens decoded for a sample.", minimum=2)
     repeats: int = r.repeats(5)
     profile: bool = r.option(False, "Also sum the kernels of a step by name.")
@@ -49,10 +46,10 @@ class DecodeRecipe(r.BenchRecipe):
 
     def __post_init__(self) -> None:
         from kvsift.layer.paged_decode import reason_against, rule_of
-        from kvsift.methods.common.anchors import AnchoredMethod
         from kvsift.plan.syntax import parse_plan
         from kvsift.stores.paged import KV_DTYPES
         from kvsift_lab.bench.random_models import SHAPES
+        from kvsift_lab.bench.spaced_anchors import require_anchored
 
         r.require_known("shape", [self.model] if self.random else [], SHAPES)
         r.require_quantize(self.quantize)
@@ -66,10 +63,7 @@ class DecodeRecipe(r.BenchRecipe):
             reason = alone if in_prefill else "it skips nothing"
         if reason is not None:
             raise UnsupportedPlan(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
-        if self.anchors and not (plan.decode and isinstance(plan.decode.method, AnchoredMethod)):
-            raise UnsupportedPlan(
-                f"--anchors {self.anchors}: no layer reuses selections under {self.plan!r}; sketch can."
-            )
+        require_anchored(self.anchors, plan, self.plan)
 
 
 def tpot_s(point: Point, name: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +23,6 @@ from kvsift.engine.sequence import EngineSequence, FinishReason
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
-from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
 from kvsift.models.captured_step import Step
 from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.model_directory import LayerKV
@@ -36,6 +35,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
+from kvsift_lab.bench.spaced_anchors import with_spaced_anchors
 
 DEVICE = Placement()
 SPARE_PAGES = 4  # of a pool, for the scratch pages of cases, so that it does not move
@@ -131,24 +131,10 @@ def _like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> Spars
 
 
 def with_anchors(plan: Plan, model: Any, count: int, path: Path) -> Plan:
-    """Let so many sparse layers, evenly spaced, select for those above, by a file that is written. Each KV head takes
-    the list of another one."""
+    """As ``with_spaced_anchors``, for a model."""
     config, origin = model.config.get_text_config(decoder=True), origin_of(model)
-    assert plan.decode is not None
-    assert isinstance(plan.decode.method, AnchoredMethod)
     assert origin is not None
-    dense = plan.decode.budget.dense_layers
-    layers = [layer for layer in range(config.num_hidden_layers) if layer not in dense]
-    count = min(count, len(layers))
-    anchors = [layers[number * len(layers) // count] for number in range(count)]
-    heads = tuple(reversed(range(config.num_key_value_heads)))
-    reuse = {
-        layer: Reuse(max(anchor for anchor in anchors if anchor < layer), heads, 1.0)
-        for layer in layers
-        if layer not in anchors
-    }
-    write(path, AnchorMap.of(origin, anchors, reuse, dense, {}))
-    return replace(plan, decode=replace(plan.decode, method=replace(plan.decode.method, anchors=str(path))))
+    return with_spaced_anchors(plan, origin, config.num_hidden_layers, config.num_key_value_heads, count, path)
 
 
 class Decoded(NamedTuple):

@@ -245,6 +245,11 @@ def device() -> Any:
     return option("auto", "auto, cpu, cuda or cuda:N.", stored=False)
 
 
+def anchors() -> Any:
+    text = "Layers that select for the others, evenly spaced, to measure time; calibrate --layers finds good ones."
+    return option(None, text, kind=int | None, minimum=1)
+
+
 def plans(default: str, help: str = "Plans, with ; between them.", **settings: Any) -> Any:
     return option(default, help, parse=split, **settings)
 

@@ -180,12 +180,21 @@ class VllmDecodeRecipe(r.BenchRecipe):
     measured_by = "kvsift_lab.studies.vllm_decode:VllmDecode"
 
     plans: tuple[str, ...] = r.plans("stock", "Plans with ; between, each an engine of its own; stock: vLLM's own.")
+    anchors: int | None = r.anchors()
     tp: int = r.option(1, "GPUs that share the heads.", minimum=1)
     points: tuple[tuple[int, ...], ...] = r.option(
         "4096x1,32768x1,131072x1,32768x4,131072x4", "Contexts x batches.", parse=r.batches
     )
     only_decode: bool = r.option(False, "Leave attention out of all prompts, not only out of batches'.")
     fp8: bool = r.option(False, "Weights in 8-bit floats: vLLM's quantization='fp8'.")
+
+    def __post_init__(self) -> None:
+        from kvsift.plan.syntax import parse_plan
+        from kvsift_lab.bench.spaced_anchors import require_anchored
+
+        for plan in self.plans:
+            if plan != "stock":
+                require_anchored(self.anchors, parse_plan(plan), plan)
 
 
 @dataclass(frozen=True)

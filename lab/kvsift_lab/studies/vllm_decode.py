@@ -2,6 +2,7 @@
 
     kvsift bench vllm-decode --plans "stock;quest:budget=2048" --out results/vllm-h200
     kvsift bench vllm-decode --plans "stock;quest:budget=2048:score_by=minmax_fp8" --fp8 --out results/vllm-fp8-h200
+    kvsift bench vllm-decode --plans "stock;sketch:budget=1024" --anchors 6 --out results/vllm-anchors-h200
     kvsift bench vllm-decode --tp 2 --points 131072x1,131072x4 --only-decode --out results/vllm-two-gpus-h200
 
 Engines run one after the other. Needs vLLM 0.26 and, for the points by default, an NVIDIA GPU of 140 GB. Prompts of
@@ -66,7 +67,10 @@ def engine_points(recipe: VllmDecodeRecipe) -> Iterator[dict[str, Any]]:
     """Measure the one engine of this process."""
     held = max(LENGTH, *(min(context, LENGTH) * batch for context, batch in recipe.points)) + 2048
     rounded = {"quantization": "fp8"} if recipe.fp8 else {}
-    llm = engine(recipe.plans[0], ranks=recipe.tp, tokens=held, dtype="bfloat16", max_model_len=LENGTH, **rounded)
+    llm = engine(
+        recipe.plans[0], ranks=recipe.tp, tokens=held, anchors=recipe.anchors, dtype="bfloat16", max_model_len=LENGTH,
+        **rounded,
+    )  # fmt: skip
     rng = random.Random(1)
     decode_times(llm, "warm-up", 2000, 1, rng, recipe.only_decode)
     for context, batch in recipe.points:

@@ -12,9 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvsift.errors import MissingPackage
+import torch
 
-LLAMA_3_8B = {
+from kvsift.errors import MissingPackage
+from kvsift.plan.syntax import parse_plan
+from kvsift.types import Origin
+from kvsift_lab.bench.spaced_anchors import with_spaced_anchors
+
+LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
     "rope_theta": 5e5, "torch_dtype": "bfloat16", "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -33,12 +38,15 @@ def require_vllm() -> None:
         raise MissingPackage("this bench measures vLLM, which is not installed: pip install 'vllm==0.26.*'.")
 
 
-def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: Any) -> Any:
+def engine(
+    plan: str, *, ranks: int = 1, tokens: int | None = None, anchors: int | None = None, **options: Any
+) -> Any:  # fmt: skip
     """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own where the plan is "stock".
 
     Args:
         ranks: GPUs that share the heads.
         tokens: that the KV cache holds; by default as many as fit.
+        anchors: layers that select for the others, evenly spaced; by default all do.
         options: of vLLM, instead of those here.
     """
     is_ours = plan != "stock"
@@ -63,5 +71,13 @@ def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: A
         base |= {"num_gpu_blocks_override": tokens and tokens // 16}
         base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
     if is_ours:
+        plan = plan if anchors is None else _with_anchors(plan, anchors, directory / "anchors.json")
         base |= {"additional_config": {"kvsift": {"plan": plan, "log_every_s": 5}}}
     return LLM(**(base | options))
+
+
+def _with_anchors(plan: str, count: int, path: Path) -> str:
+    """Return a plan with a file that names no weights, which are drawn later."""
+    shape, origin = LLAMA_3_8B, Origin("random Llama", torch.zeros(1))
+    layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
+    return str(with_spaced_anchors(parse_plan(plan), origin, layers, heads, count, path))
