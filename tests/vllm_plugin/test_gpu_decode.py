@@ -72,12 +72,9 @@ class Server:
 
     def decode(self, queries: torch.Tensor) -> torch.Tensor:
         """One step, in which a row of padding follows the others."""
-        device = self.cache.device
-        lengths = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
-        blocks = torch.cat([self.blocks, torch.zeros_like(self.blocks[:1])]).to(device)
-        out = torch.full((len(lengths), *queries.shape[1:]), 7.0, dtype=queries.dtype, device=device)
         padded = torch.cat([queries, torch.zeros_like(queries[:1])])
-        self.batch.begin(blocks, lengths, self.layer.pages)
+        out = torch.full_like(padded, 7.0)
+        self._begin()
         self.batch.layers["a layer"] = True
         self.attention.attend(padded, self.batch.mode, out=out)
         return out[:-1]
@@ -91,16 +88,21 @@ class Server:
         return layers
 
     def decode_stack(self, layers: dict[int, DecodeLayer], queries: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """One step of a stack."""
-        device = self.cache.device
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        self.batch.begin(self.blocks.to(device), lengths, self.layer.pages)
+        """One step of a stack, in which a row of padding follows the others."""
+        self._begin()
         answers = {}
         for index, layer in layers.items():
             self.batch.layers[f"layer {index}"] = layer.summary is not None
-            answers[index] = torch.full_like(queries[index], 7.0)
-            layer.attend(queries[index], self.batch.mode, out=answers[index])
+            padded = torch.cat([queries[index], torch.zeros_like(queries[index][:1])])
+            out = torch.full_like(padded, 7.0)
+            layer.attend(padded, self.batch.mode, out=out)
+            answers[index] = out[:-1]
         return answers
+
+    def _begin(self) -> None:
+        lengths = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=self.cache.device)
+        blocks = torch.cat([self.blocks, torch.zeros_like(self.blocks[:1])]).to(self.cache.device)
+        self.batch.begin(blocks, lengths, self.layer.pages)
 
     def listed(self, layer: DecodeLayer, row: int) -> torch.Tensor:
         """Tokens that a layer attends in a row, bool [num_query_heads, length]."""
@@ -359,6 +361,7 @@ def test_layers_attend_the_lists_of_their_anchors_by_mapped_heads(allows_dense: 
                 assert not torch.equal(listed, server.listed(layers[4], row))
             expected = server.dense(queries[index], row, listed)
             assert (found[index][row].float() - expected).norm() < 0.02 * expected.norm(), (index, row)
+    assert server.batch.visible[4] == 0, "padding sees nothing"
     again = server.decode_stack(layers, queries)
     assert all(torch.allclose(found[index].float(), again[index].float(), atol=1e-2) for index in layers)
 

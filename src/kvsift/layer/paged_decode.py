@@ -66,7 +66,7 @@ class DecodeBatch:
         growth: int32 [batch], what a step adds to each length.
         sizes: how many sequences a step may have, which are the first ones then; by default all.
         ranked: most units of a list of which some are left out; None: as many as it holds.
-        dense_bytes: most bytes of the workspace of dense sequences; None: as many as fill the device.
+        split_bytes: most bytes of the workspaces of dense sequences, and of reused lists; None: as many as they take.
         launches: workspaces of single launches, by kind and shape of a layer, then by number of sequences.
     """
 
@@ -89,7 +89,7 @@ class DecodeBatch:
         self.set_budgets(budgets)
         self.sizes: Sequence[int] = (len(lengths),)
         self.ranked: int | None = None
-        self.dense_bytes: int | None = None
+        self.split_bytes: int | None = None
         self.launches: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._spaces: dict[tuple[Any, ...], Any] = {}  # workspaces, which layers of the same shape share
         self._side: torch.cuda.Stream | None = None
@@ -296,12 +296,9 @@ class DecodeLayer:
         self, queries: Tensor, units: Tensor, counts: Tensor, early: bool, out: Tensor | None,
         dense_below: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        space, unit_size, batch = None, self.batch.unit_size, len(queries)
-        if self.kv.keys.is_cuda:
-            rows = self.kv.batch * units.shape[1]
-            splits = split_count(self.kv, units.shape[2], rows, unit_size)
-            sizes = (rows, splits, self.shape.num_query_heads // units.shape[1], self.shape.head_dim, units.device)
-            space = self.batch.space(SplitSpace.make, *sizes, key=sizes)
+        unit_size, batch, num_lists = self.batch.unit_size, len(queries), units.shape[1]
+        splits = split_count(self.kv, units.shape[2], self.kv.batch * num_lists, unit_size)
+        space = self._split_space(splits, num_lists, "reused")  # dense sequences are attended at the same time
         return page_attention(
             queries, self._first(batch), units, counts, space=space, visible=self.visible[:batch],
             dense_below=dense_below, out=out, unit_size=unit_size, heads=self._heads, early=early, **self._logits,
@@ -314,7 +311,8 @@ class DecodeLayer:
 
         Mixed steps cut for one sequence: few sequences would leave the device idle, and many cost nothing more.
         """
-        space = self._split_space(rows)
+        heads = self.kv.num_kv_heads
+        space = self._split_space(split_count(self.kv, None, rows * heads), heads, "dense")
         return page_attention(
             queries, self._first(len(queries)), None, None, space=space, out=out, dense_below=dense_below,
             **self._logits,
@@ -346,16 +344,16 @@ class DecodeLayer:
 
         return self.batch.launch_space(kind, shapes_of, rows, self.shape[1:4])
 
-    def _split_space(self, rows: int) -> SplitSpace | None:
+    def _split_space(self, splits: int, num_lists: int, use: str) -> SplitSpace | None:
+        """Return the workspace of a launch, of fewer splits where so many take more than ``DecodeBatch.split_bytes``;
+        launches of different ``use`` may run at once."""
         if not self.kv.keys.is_cuda:
             return None
-        heads, shape = self.kv.num_kv_heads, self.shape
-        splits = split_count(self.kv, None, rows * heads)
-        if self.batch.dense_bytes is not None:
-            split_bytes = self.kv.batch * heads * 4 * shape.group_size * (shape.head_dim + 2)
-            splits = min(splits, max(1, self.batch.dense_bytes // split_bytes))
-        arguments = (self.kv.batch * heads, splits, shape.group_size, shape.head_dim, self.kv.keys.device)
-        return self.batch.space(SplitSpace.make, *arguments, key=arguments)
+        rows, group, dim = self.kv.batch * num_lists, self.shape.num_query_heads // num_lists, self.shape.head_dim
+        if self.batch.split_bytes is not None:
+            splits = min(splits, max(1, self.batch.split_bytes // (rows * 4 * group * (dim + 2))))
+        arguments = (rows, splits, group, dim, self.kv.keys.device)
+        return self.batch.space(SplitSpace.make, *arguments, key=(*arguments, use))
 
 
 def page_spans(budget: Budget, lengths: Tensor, unit_size: int) -> Tensor:

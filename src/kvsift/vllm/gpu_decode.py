@@ -26,7 +26,7 @@ from kvsift.types import LayerShape
 from kvsift.vllm.settings import Settings
 
 DENSE_BELOW = 5120  # tokens; pages of shorter contexts are attended as fast without choosing any (H200)
-DENSE_BYTES = 64 << 20  # of the workspace of dense sequences, at most
+SPLIT_BYTES = 64 << 20  # of the workspace of dense sequences, and of that of reused lists, at most
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class BlockBatch(DecodeBatch):
         self.shape, self._method, self._dense_below = shape, method, dense_below
         self.mode: StepMode = "mixed" if allows_dense else "sparse"  # else a short sequence has a list of all its pages
         self.layers = dict[str, bool]()
-        self.sizes, self.dense_bytes = range(1, max_rows + 1), DENSE_BYTES
+        self.sizes, self.split_bytes = range(1, max_rows + 1), SPLIT_BYTES
         self.capacity = capacity_of(rules, max_length, dense_below)
         self.ranked = self.need([rule.budget for rule in rules])
         self._lists = self.new_lists(method.num_selections(shape))
