@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 
 from kvsift.kernels.block_pages import BlockPages
-from kvsift.kernels.page_attention import listed_tokens
+from kvsift.kernels.page_attention import listed_tokens, split_count
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.layer.accounting import Tally
@@ -399,6 +399,23 @@ def test_layers_that_reuse_count_no_bytes_of_an_index_and_probe_what_they_attend
     assert (tally.queries, tally.sparse_queries) == (16 * 4 * 6, 16 * len(sparse) * 6)
     assert tally.index_bytes_read == 32.0 * 16 * sum(sparse) * 3  # of the layers that select
     assert tally.kv_bytes_read == 1024 * float(tally.visible_tokens)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_dense_rows_beside_reused_lists_of_as_many_splits(device: str) -> None:
+    """Both launches run at once on a GPU; lists of more than 2048 tokens are left to Triton, in a workspace."""
+    server = Server("sketch:budget=2900", [2940, 2939], "NHD", 16, device, allows_dense=True, anchors={2, 5})
+    assert split_count(server.attention.kv, 2900, 2, 1) == split_count(server.attention.kv, None, HEADS)
+    server.batch.set_rules([parse_plan("sketch:budget=2900").decode, None])
+    layers = server.stack()
+    queries = {index: server.queries() for index in layers}
+    for _ in range(20 if device == "cuda" else 1):
+        found = server.decode_stack(layers, queries)
+        for index, reuse in REUSE.items():
+            heads = [head * GROUP + place for head in reuse.heads for place in range(GROUP)]
+            for row, listed in enumerate((server.listed(layers[reuse.anchor], 0)[heads], None)):
+                expected = server.dense(queries[index], row, listed)
+                assert (found[index][row].float() - expected).norm() < 0.02 * expected.norm(), (index, row)
 
 
 def test_lists_outlive_the_batch_of_trial_steps_and_a_dense_anchor_is_refused() -> None:
