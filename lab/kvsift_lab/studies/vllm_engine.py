@@ -71,12 +71,12 @@ def engine(
         base |= {"num_gpu_blocks_override": tokens and tokens // 16}
         base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
     if is_ours:
-        plan = plan if anchors is None else _with_anchors(plan, anchors, directory / "anchors.json")
+        plan = plan if anchors is None else with_anchors(plan, anchors, directory / "anchors.json")
         base |= {"additional_config": {"kvsift": {"plan": plan, "log_every_s": 5}}}
     return LLM(**(base | options))
 
 
-def _with_anchors(plan: str, count: int, path: Path) -> str:
+def with_anchors(plan: str, count: int, path: Path) -> str:
     """Return a plan with a file that names no weights, which are drawn later."""
     shape, origin = LLAMA_3_8B, Origin("random Llama", torch.zeros(1))
     layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]

@@ -8,7 +8,12 @@ import pytest
 from cli.watched import Refused, Run
 from kvsift_lab import stored
 from kvsift_lab.studies.long_answers import parts_at, repeated
+from kvsift_lab.studies.vllm_engine import LLAMA_3_8B, with_anchors
 from models.gguf_files import write_gguf
+
+from kvsift.methods.common.anchors import Reuse
+from kvsift.types import LayerShape
+from kvsift.vllm.settings import Settings
 
 RECIPE = """
 tasks = ["passkey"]
@@ -46,6 +51,15 @@ def test_plans_that_rank_no_pages_are_not_compared_by_their_pages(plan: str, ref
     assert "compares which pages plans choose in decode" in refused(
         "bench", "summary-recall", "--recipe", "recipe.toml"
     )
+
+
+def test_anchors_of_random_weights_fit_their_model(tmp_path: Path) -> None:
+    settings = Settings.read({"kvsift": {"plan": with_anchors("sketch:budget=1024", 6, tmp_path / "anchors.json")}})
+    assert settings is not None
+    assert sorted(settings.anchor_layers) == [2, 7, 12, 17, 22, 27]
+    heads = tuple(reversed(range(LLAMA_3_8B["num_key_value_heads"])))
+    shape = LayerShape(LLAMA_3_8B["num_hidden_layers"] - 1, 32, len(heads), 128, 1.0)
+    assert settings.reuse(settings.plan.decode, shape) == Reuse(27, heads, 1.0)
 
 
 @pytest.mark.slow
@@ -140,6 +154,7 @@ def test_a_file_is_measured_beside_llama_cpp(run: Run, tmp_path: Path) -> None:
         (("busy", "--settings", "spinn"), "did you mean 'spin'?"),
         (("summary-recall", "--recipe", "no.toml"), "the recipe no.toml cannot be read"),
         (("vllm-decode",), "this bench measures vLLM, which is not installed"),
+        (("vllm-decode", "--plans", "stock;quest", "--anchors", 3), "no layer reuses selections under 'quest'"),
         (("llama-cpp", "--binary", "no-such"), "no-such is not a file. Build llama.cpp's llama-bench"),
     ],
 )  # fmt: skip
