@@ -92,7 +92,6 @@ def test_layers_reuse_selections_as_in_the_engine(run, model, texts, anchors):
         ("of_other_weights", {}, "is for another model"),
         ("too_deep", {}, "is for a model with layers 5, 6"),
         ("of_more_heads", {}, "maps 4 KV heads, and layers here have 2"),
-        ("own", {"tensor_parallel_size": 2}, "take tensor_parallel_size=1"),
         ("own", {"pipeline_parallel_size": 2}, "take pipeline_parallel_size=1"),
     ],
 )
