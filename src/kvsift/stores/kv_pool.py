@@ -18,6 +18,7 @@ from kvsift.errors import UnsupportedPlan
 from kvsift.kernels.coded_pages import codes_of, read_rows, write_rows
 from kvsift.kernels.page_summary import row_format, summarise_pages
 from kvsift.native.coded_rows import coded_width, decode_rows, encode_rows
+from kvsift.native.memory import huge_empty
 from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
@@ -89,10 +90,13 @@ class LayerPool:
         if needed <= present:
             return
         target = needed + spare if exactly else max(needed, 2 * present)
-        keys, values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
-        summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
+        keys, values = (_grown(pool, target, self._new_tokens) for pool in (self.keys, self.values))
+        summaries = {kind: _grown(pool, target, _new_summaries) for kind, pool in self.summaries.items()}
         self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
         self.moves += 1
+
+    def _new_tokens(self, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        return like.new_empty(sizes) if self._pinned is None else pinned_empty(like, sizes, self._pinned)
 
     def maintain(self, user: object, kinds: Iterable[str], device: torch.device | None = None) -> None:
         """Note the kinds of page summary that a store maintains, each stored from now on; drop those that none does."""
@@ -102,7 +106,8 @@ class LayerPool:
                 if kind not in self.summaries:
                     width, dtype = row_format(kind, self.head_dim, self.page_size)
                     sizes = *self.keys.shape[:2], width
-                    self.summaries[kind] = self.keys.new_empty(sizes, dtype=dtype or self.dtype, device=device)
+                    like = self.keys.new_empty(0, dtype=dtype or self.dtype, device=device)
+                    self.summaries[kind] = _new_summaries(like, sizes)
                     self.moves += 1
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
@@ -209,8 +214,13 @@ class KVPool:
                 del self.layers[index]
 
 
-def _grown(pool: Tensor, num_pages: int, pinned: torch.device | None = None) -> Tensor:
-    sizes = pool.shape[0], num_pages, *pool.shape[2:]
-    grown = pool.new_empty(sizes) if pinned is None else pinned_empty(pool, sizes, pinned)
+def _grown(pool: Tensor, num_pages: int, make: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    grown = make(pool, (pool.shape[0], num_pages, *pool.shape[2:]))
     grown[:, : pool.shape[1]] = pool
     return grown
+
+
+def _new_summaries(like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Every step reads all of these in order, so they are worth huge pages. Of keys and values it reads few, and they
+    would take memory that is not written yet."""
+    return huge_empty(sizes, like.dtype) if like.is_cpu else like.new_empty(sizes)
