@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -107,16 +106,12 @@ def compile_kernel(
     sources: tuple[str, ...], name: str, defines: tuple[tuple[str, int | str], ...], threads: int, shared_bytes: int,
     device: int,
 ) -> EmulatedKernel:  # fmt: skip
-    text = translated(sources, name, defines)
-    library = Path(gettempdir()) / f"kvsift-emulated-{sha256(text.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w"]
-        with TemporaryDirectory() as folder:
-            source, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-            source.write_text(text)
-            subprocess.run(["g++", *options, "-o", made, source], check=True)
-            made.replace(library)  # other processes may make it, too
-    return EmulatedKernel(ctypes.CDLL(str(library)), shared_bytes)
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w"]
+    with TemporaryDirectory() as folder:
+        source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        source.write_text(translated(sources, name, defines))
+        subprocess.run(["g++", *options, "-o", library, source], check=True)
+        return EmulatedKernel(ctypes.CDLL(str(library)), shared_bytes)
 
 
 def translated(sources: tuple[str, ...], name: str, defines: tuple[tuple[str, int | str], ...]) -> str:
