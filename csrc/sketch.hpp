@@ -76,8 +76,8 @@ class SketchHead {
     stride_ = (num_pages_ * format.page_size + 31) / 32 * 32;
     const std::uint8_t* base = call.rows.data + kv_head * call.rows.head_stride;
     pages_.resize(std::size_t(num_pages_ + kSketchPages + 2));
-    for (std::int64_t i = 0; i < std::int64_t(pages_.size()); ++i)
-      pages_[std::size_t(i)] = base + slots[std::min(i, num_pages_ - 1)] * format.width;
+    for (std::int64_t i = 0; i < num_pages_; ++i) pages_[std::size_t(i)] = base + slots[i] * format.width;
+    std::fill(pages_.begin() + num_pages_, pages_.end(), pages_[std::size_t(num_pages_ - 1)]);
     for (std::int64_t i = 0; i < std::min(num_pages_, pages_per_block_); ++i)  // later blocks are fetched before they are weighed
       for (int at = 0; at < format.width; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
     const std::size_t group = std::size_t(call.group());
@@ -215,46 +215,16 @@ class SketchHead {
     }
   }
 
-  // Adds the mean values of a block's pages, with weights of 15 bits, and sums up what is left of the weights.
+  // Adds the mean values of a block's pages, and sums up what is left of the weights.
   void add_values(std::int64_t block, int q, int count, const float* tops) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_;
-    const int num_pages = pages_in(block);
-    const std::uint8_t* const* rows = &pages_[std::size_t(page)];
-    float scales[kSketchQueries], page_sums[kSketchQueries * kSketchPages] = {};
-    alignas(64) std::int16_t whole[kSketchQueries * kSketchPages];
-    bool any = false;
-    kernels().sketch_sums(weights(q) + page * format.page_size, stride_, count, format.page_size, num_pages, page_sums);
-    for (int i = 0; i < count; ++i) {
-      const float* left = page_sums + i * kSketchPages;
-      sum(q + i, block) = lane_sum(left);
-      scales[i] = to_whole(left, &value_scales_[std::size_t(page)], whole + i * kSketchPages);
-      scales[i] *= power_of_2(reference(q + i, block) - tops[i]);
-      any = any || scales[i] > 0;
-    }
-    if (any) kernels().sketch_values(format, rows, num_pages, whole, scales, count, values_.data(), padded(format.head_dim));
-  }
-
-  static float lane_sum(const float* numbers) {
-    float lanes[4] = {};
-    for (int i = 0; i < kSketchPages; i += 4)
-      for (int j = 0; j < 4; ++j) lanes[j] += numbers[i + j];
-    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
-  }
-
-  // whole[i] = sums[i] * scales[i] / the result, at most 32767
-  static float to_whole(const float* sums, const float* scales, std::int16_t* whole) {
-    float products[kSketchPages], lanes[4] = {};
-    for (int i = 0; i < kSketchPages; ++i) products[i] = sums[i] * scales[i];
-    for (int i = 0; i < kSketchPages; i += 4)
-      for (int j = 0; j < 4; ++j) lanes[j] = products[i + j] > lanes[j] ? products[i + j] : lanes[j];
-    const float largest = std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3]));
-    const float factor = largest > 1e-30f ? 32767 / largest : 0;
-    for (int i = 0; i < kSketchPages; ++i) {
-      const float number = products[i] * factor + 0.5f;
-      whole[i] = std::int16_t(std::int32_t(number > 0 ? number : 0));  // NaN counts as 0
-    }
-    return factor > 0 ? largest / 32767 : 0;
+    float powers[kSketchQueries], sums[kSketchQueries];
+    for (int i = 0; i < count; ++i) powers[i] = power_of_2(reference(q + i, block) - tops[i]);
+    kernels().sketch_rest(format, &pages_[std::size_t(page)], pages_in(block), count,
+                          {weights(q) + page * format.page_size, stride_, &value_scales_[std::size_t(page)], powers, sums,
+                           values_.data(), padded(format.head_dim)});
+    for (int i = 0; i < count; ++i) sum(q + i, block) = sums[i];
   }
 
   void finish(int q, const float* values) {

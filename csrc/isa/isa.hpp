@@ -97,6 +97,17 @@ struct SketchWeights {
   float* value_scales;       // [num_pages], of the mean values
 };
 
+// What is left of the weights of a block, of at most 4 queries, and the sums of mean values that it is added to.
+struct SketchRest {
+  const std::uint16_t* weights;  // as SketchWeights
+  std::int64_t stride;
+  const float* value_scales;  // [kSketchPages], of the mean values; 0 behind the last page
+  const float* powers;        // [count], factors of the mean values
+  float* sums;                // [count], of what is left
+  float* values;              // [count, padded(head_dim)], rows values_stride numbers apart
+  int values_stride;
+};
+
 // Where the weight of a token of a strip is.
 static inline constexpr int weight_position(int token) { return token % 8 * 2 + token / 8; }
 
@@ -171,13 +182,9 @@ struct Kernels {
   // votes[i] = sum over queries of factors[q] * weights[q * stride + i], weights in bf16; count is a multiple of 16
   void (*sketch_votes)(const std::uint16_t* weights, std::int64_t stride, const float* factors, int num_queries, int count,
                        float* votes);
-  // sums[q * kSketchPages + page] = sum of the weights of a page, for at most 4 queries and kSketchPages pages
-  void (*sketch_sums)(const std::uint16_t* weights, std::int64_t stride, int num_queries, int page_size, int num_pages,
-                      float* sums);
-  // sums[q * stride + i] += scales[q] * sum over pages of weights[q * kSketchPages + page] * mean value[page][i], for at
-  // most 4 queries; rows as in SketchBlock and one more, weights 0 behind the last page; stride >= padded(head_dim)
-  void (*sketch_values)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages,
-                        const std::int16_t* weights, const float* scales, int num_queries, float* sums, int stride);
+  // adds up what is left of the weights of the pages of a block, and their mean values; rows as in SketchBlock and one more
+  void (*sketch_rest)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages, int num_queries,
+                      const SketchRest& rest);
   // out[r * stride + i] = product of row r and output i of the tile; block b of row r is x[b * num_rows + r]. A product does
   // not depend on the other rows, nor on the instruction set
   void (*packed_products)(const PackedTile& tile, const InputBlock* x, int num_rows, float* out, std::int64_t stride);

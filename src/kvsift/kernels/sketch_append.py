@@ -117,7 +117,7 @@ def write_sketch(
         channels = tl.reshape((index >> bit) & 1, (SLOTS, DP // 32, 32)) << tl.arange(0, 32)[None, None, :]
         at = words_ptr + start // 4 + ((bit * WORDS + word) * PAGE)[None, :] + slot[:, None]
         tl.store(at, tl.sum(channels, 2), mask=(slot < PAGE)[:, None] & (word < WORDS)[None, :])
-    values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0).to(tl.float32)
+    values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if values_ptr.dtype.element_ty == tl.int8:
         values *= load_scales(values_ptr, slot, valid, PAGE, D)[:, None]
     mean, scale = int8_codes(tl.sum(values, 0) / count)
