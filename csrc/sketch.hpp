@@ -79,7 +79,7 @@ class SketchHead {
     for (std::int64_t i = 0; i < num_pages_; ++i) pages_[std::size_t(i)] = base + slots[i] * format.width;
     std::fill(pages_.begin() + num_pages_, pages_.end(), pages_[std::size_t(num_pages_ - 1)]);
     for (std::int64_t i = 0; i < std::min(num_pages_, pages_per_block_); ++i)  // later blocks are fetched before they are weighed
-      for (int at = 0; at < format.width; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
+      for (int at = 0; at < format.value_mean; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
     const std::size_t group = std::size_t(call.group());
     weights_.resize(group * std::size_t(stride_));
     references_.resize(group * std::size_t(num_blocks_));

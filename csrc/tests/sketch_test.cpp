@@ -24,9 +24,9 @@ SketchFormat format_of(int bits, int head_dim, int page_size) {
   SketchFormat format{bits, (head_dim + 31) / 32, head_dim, page_size, 0, 0, 0, 0, 0};
   format.factors = 4 * bits * format.words * page_size;
   format.key_mean = format.factors + 2 * page_size;
-  format.value_mean = format.key_mean + 32 * format.words;
-  format.scales = format.value_mean + round_up(head_dim, 4);
-  format.width = round_up(format.scales + 4, 16);
+  format.scales = format.key_mean + 32 * format.words;
+  format.value_mean = round_up(format.scales + 4, 32);
+  format.width = round_up(format.value_mean + head_dim, 32);
   return format;
 }
 

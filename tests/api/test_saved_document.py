@@ -431,7 +431,11 @@ def test_what_is_no_saved_document_is_refused(llama: Path, path: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("written", "remedy"),
-    [(3, r"this kvsift reads format 2\. Update kvsift"), (1, r"can end turns\. Read its text again and save it")],
+    [
+        (4, r"this kvsift reads format 3\. Update kvsift"),
+        (1, r"can end turns\. Read its text again and save it"),
+        (2, r"summaries have another layout\. Read its text again and save it"),
+    ],
 )
 def test_another_format_is_refused(
     llama: Path, path: Path, monkeypatch: pytest.MonkeyPatch, written: int, remedy: str

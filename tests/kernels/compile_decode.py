@@ -6,6 +6,7 @@ process of its own, as ``compile_for_hopper``.
 
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -96,11 +97,11 @@ def launch_over_blocks() -> None:
     blocks, lengths = torch.zeros(2, 300, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     own = torch.zeros(2, 1200, dtype=torch.int32), torch.zeros_like(lengths)
     place_pages_triton(blocks, lengths, pages, own, torch.zeros(2, 4, dtype=torch.int64), lengths)
-    for kind in ("minmax", "minmax_fp8", "sketch1"):
-        keys = torch.zeros(2, 8, 16, 128, dtype=torch.bfloat16)
-        width, dtype = row_format(kind, 128, 16)
-        rows = pages.new_rows(2, 2, width, dtype or keys.dtype, keys.device)
-        new = torch.zeros(4, 2, 128, dtype=keys.dtype)
+    for kind, dtype in product(("minmax", "minmax_fp8", "sketch1"), (torch.bfloat16, FP8)):
+        keys = torch.zeros(2, 8, 16, 128, dtype=dtype)
+        width, row_dtype = row_format(kind, 128, 16)
+        rows = pages.new_rows(2, 2, width, row_dtype or torch.bfloat16, keys.device)
+        new = torch.zeros(4, 2, 128, dtype=dtype)
         for count, tokens in ((4, None), (4, (new, new)), (4096, None)):
             summarise_slots_triton(kind, torch.zeros(count, dtype=torch.int64), keys, keys, rows, pages, tokens)
 

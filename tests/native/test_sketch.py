@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
     calls = (
         (given._replace(first=16), 1, 2, "invalid_value"),
         (given._replace(count=48), 1, 2, "invalid_value"),
-        (given._replace(rows=given.rows[..., :-16]), 1, 2, "invalid_tensor: 560"),
+        (given._replace(rows=given.rows[..., :-16]), 1, 2, "invalid_tensor: 576"),
         (given._replace(rows=given.rows.float()), 1, 2, "invalid_tensor"),
         (given._replace(rows=given.rows[:, ::2]), 1, 2, "invalid_tensor"),
         (given._replace(layout=replace(given.layout, page_size=24)), 1, 2, "invalid_value"),

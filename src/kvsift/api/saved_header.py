@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvsift.errors import DamagedFile, InputError, MissingFile, UnreadableFile, WrongFile
 
-FORMAT = 2  # 1: control tokens that a document spelled could be among its tokens
+FORMAT = 3  # 1: control tokens that a document spelled could be among its tokens; 2: sketches had other places
 KEY = "kvsift document"
 START = b'{"__metadata__": {"' + KEY.encode()
 CHECKSUMS = "checksums"
@@ -98,9 +98,11 @@ def document_of(path: Path, header: bytes) -> dict[str, Any]:
             "kvsift, or read its text again."
         )
     if written < FORMAT:
+        reason = (
+            "control tokens that a text spells can end turns" if written == 1 else "page summaries have another layout"
+        )
         raise WrongFile(
-            f"{path} was saved by kvsift {by} in format {written}, in which control tokens that a text spells can end "
-            "turns. Read its text again and save it."
+            f"{path} was saved by kvsift {by} in format {written}, in which {reason}. Read its text again and save it."
         )
     return document
 

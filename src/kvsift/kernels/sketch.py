@@ -16,11 +16,12 @@ Everything of a row comes from the keys and values of its own page. The bytes of
 | bits * words * page_size * 4   | codes uint32 [bit of the code, word, token]      |
 | 2 * page_size, rounded up to 4 | factors of the tokens, float16                   |
 | 32 * words                     | R mean, int8                                     |
-| head_dim, rounded up to 4      | mean value, int8                                 |
 | 4                              | scales of the two means, float16                 |
+| head_dim                       | mean value, int8, from a multiple of 32 on       |
 
 Bit i % 32 of word i // 32, the lowest first, is of channel i. There are ceil(head_dim / 32) words; bits of channels
-beyond head_dim are zero, and a row ends at a multiple of 16.
+beyond head_dim are zero, as is what fills up a row, which ends at a multiple of 32. Tokens are weighed without their
+pages' mean values, so these are in sectors of memory of their own.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def write_sketch(
         keys = rotated_keys(keys_ptr, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
     mean, scale = int8_codes(tl.sum(keys, 0) / count)
     # the bytes that fill up each part are written too: they are zero
-    tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < VALUE_MEAN - KEY_MEAN)
+    tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < SCALES - KEY_MEAN)
     tl.store(halves_ptr + start // 2 + SCALES // 2, scale)
     residual = tl.where(valid[:, None], keys - (mean * scale.to(tl.float32))[None, :], 0.0)
     index = tl.where(inside, code_index(residual, D, BITS), 0)
@@ -121,10 +121,10 @@ def write_sketch(
     if values_ptr.dtype.element_ty == tl.int8:
         values *= load_scales(values_ptr, slot, valid, PAGE, D)[:, None]
     mean, scale = int8_codes(tl.sum(values, 0) / count)
-    tl.store(octets_ptr + start + VALUE_MEAN + d, mean.to(tl.int8), mask=d < SCALES - VALUE_MEAN)
+    tl.store(octets_ptr + start + VALUE_MEAN + d, mean.to(tl.int8), mask=d < WIDTH - VALUE_MEAN)
     tl.store(halves_ptr + start // 2 + SCALES // 2 + 1, scale)
-    end = SCALES + 4 + tl.arange(0, 16)
-    tl.store(octets_ptr + start + end, tl.zeros((16,), tl.int8), mask=end < WIDTH)
+    end = SCALES + 4 + tl.arange(0, 32)
+    tl.store(octets_ptr + start + end, tl.zeros((32,), tl.int8), mask=end < VALUE_MEAN)
 
 
 @jit

@@ -14,6 +14,7 @@ from kvsift.native.shapes import LARGEST_HEAD_DIM
 
 STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
+SECTOR = 32  # bytes that a GPU reads at least
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,18 @@ class SketchLayout:
         return self.factors + _round_up(2 * self.page_size, 4)
 
     @cached_property
-    def value_mean(self) -> int:
+    def scales(self) -> int:
         return self.key_mean + 32 * self.words
 
     @cached_property
-    def scales(self) -> int:
-        return self.value_mean + _round_up(self.head_dim, 4)
+    def value_mean(self) -> int:
+        """What is before it is read to weigh tokens, and it alone to estimate the rest."""
+        return _round_up(self.scales + 4, SECTOR)
 
     @cached_property
     def width(self) -> int:
         """Bytes of a row."""
-        return _round_up(self.scales + 4, 16)
+        return _round_up(self.value_mean + self.head_dim, SECTOR)
 
     @cached_property
     def is_read_by_core(self) -> bool:

@@ -3,25 +3,35 @@
 
 constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
 
+// Numbers of the query heads of a sub, on 16 bytes if four are.
+__device__ __forceinline__ void copy_heads(float *to, const float *from) {
+#pragma unroll
+    for (int g = 0; g < G; g += G % 4 ? 1 : 4)
+        if (G % 4) to[g] = from[g];
+        else *(float4 *)(to + g) = *(const float4 *)(from + g);
+}
+
 // Weights of four neighbouring tokens over their base for each query head, what the base weighs, and votes.
 struct Votes {
-    float weights[G][4], bases[G], votes[4];
+    float weights[G][4], votes[4];
+    __align__(16) float bases[G];
 
     // Four tokens as they lie in memory.
     struct Packed {
         uint2 weights[G];
         __device__ __forceinline__ void load(const Arrays &arrays, const Span &span, int tile) {
-            int lane = threadIdx.x & 31, sub = min(tile * TILE + lane / 4, span.count - 1);
+            int lane = threadIdx.x & 31, sub = min(tile, (span.count - 1) / TILE) * TILE + lane / 4;
+            const u16 *from = arrays.weights + sub * G * SUB + lane % 4 * 4;
 #pragma unroll
-            for (int g = 0; g < G; ++g)
-                weights[g] = *(const uint2 *)(arrays.weights + (sub * G + slot(sub, g)) * SUB + lane % 4 * 4);
+            for (int g = 0; g < G; ++g) weights[g] = *(const uint2 *)(from + slot(lane / 4, g) * SUB);
         }
     };
 
     __device__ __forceinline__ Votes(const Packed &packed, const float *of_sub, const float *lse) {
+        copy_heads(bases, of_sub);
 #pragma unroll
         for (int g = 0; g < G; ++g) {
-            bases[g] = power(of_sub[g] - lse[g]);
+            bases[g] = power(bases[g] - lse[g]);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 u32 pair = j < 2 ? packed.weights[g].x : packed.weights[g].y;
@@ -73,23 +83,24 @@ __device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arr
             int bins[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                bins[j] = candidates >> j & 1 ? bin_of(v.votes[j]) : NO_BIN;
-                if (candidates >> j & 1) atomicAdd(arrays.bins + bins[j], 1);
+                // No branch, and no bin either, depends on a token: the number of those in NO_BIN is not needed.
+                bins[j] = bin_of(v.votes[j]) & (int)(0u - (candidates >> j & 1));
+                atomicAdd(arrays.bins + bins[j], 1);
             }
             if (there)
                 *(uint2 *)(arrays.own_bins + sub * SUB + lane % 4 * 4) =
                     make_uint2(bins[0] | bins[1] << 16, bins[2] | bins[3] << 16);
             if (!REST) continue;
+            __align__(16) float shares[G];
 #pragma unroll
             for (int g = 0; g < G; g += 2) {  // rows of two heads, times ones
-                uint2 one = packed[i].weights[g], two = packed[i].weights[min(g + 1, G - 1)];
+                int other = min(g + 1, G - 1);
+                uint2 one = packed[i].weights[g], two = packed[i].weights[other];
                 float sums[4] = {0.f, 0.f, 0.f, 0.f};
                 multiply16<false>(sums, one.x, two.x, one.y, two.y, 0x3f803f80u, 0x3f803f80u);
-                if (there && lane % 4 == 0) {
-                    arrays.unseen[sub * G + g] = sums[0] * v.bases[g];
-                    if (g + 1 < G) arrays.unseen[sub * G + g + 1] = sums[2] * v.bases[min(g + 1, G - 1)];
-                }
+                shares[g] = sums[0] * v.bases[g], shares[other] = (other > g ? sums[2] : sums[0]) * v.bases[other];
             }
+            if (there && lane % 4 == 0) copy_heads(arrays.unseen + sub * G, shares);
         }
     }
     __syncthreads();

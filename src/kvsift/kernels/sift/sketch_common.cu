@@ -16,7 +16,7 @@ constexpr float NOTHING = -1e30f;             // largest base of no tokens
 struct Arguments {
     const u16 *queries, *keys, *values;
     const int *table, *lengths;
-    const u8 *rows;            // sketches: codes, factors at FACTORS, means at KEY_MEAN and VALUE_MEAN, their SCALES
+    const u8 *rows;            // sketches: codes, factors at FACTORS, key means at KEY_MEAN, SCALES, value means at VALUE_MEAN
     const int *spans;
     int *tokens, *counts;
     u16 *out;
