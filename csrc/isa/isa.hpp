@@ -101,7 +101,7 @@ struct SketchWeights {
 struct SketchRest {
   const std::uint16_t* weights;  // as SketchWeights
   std::int64_t stride;
-  const float* value_scales;  // [kSketchPages], of the mean values; 0 behind the last page
+  const float* value_scales;  // [kSketchPages], of the mean values; any number behind the last page
   const float* powers;        // [count], factors of the mean values
   float* sums;                // [count], of what is left
   float* values;              // [count, padded(head_dim)], rows values_stride numbers apart
