@@ -135,7 +135,7 @@ def test_foretold_memory_grows_with_the_context_by_its_keys_values_and_summaries
 ) -> None:
     directory = ModelDirectory.check(llama)
     short, long = (predict_bytes(directory, torch.device("cpu"), dtype, n, 64) for n in (1000, 17_000))
-    assert long - short == pytest.approx(directory.kv_bytes_per_token(dtype) * 16_000 * 1.075, abs=1)
+    assert long - short == pytest.approx(directory.kv_bytes_per_token(dtype) * 16_000 * 1.08, abs=1)
 
 
 def test_sparse_prefill_of_8_bits_decodes_all_of_a_layer_at_once(tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int)
 
 def summary_share(place: Placement) -> float:
     """Return the size of page summaries over that of the keys and values they describe: of the default plan, whose
-    sketches take 19 bytes beside 256 at head_dim 64 and page size 16. Quest's bounds take a sixteenth."""
-    return 0.15 if place.kv_dtype == "int8" else 0.075
+    sketches take 20 bytes beside 256 at head_dim 64 and page size 16. Quest's bounds take a sixteenth."""
+    return 0.15 if place.kv_dtype == "int8" else 0.08
 
 
 def kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:
