@@ -45,7 +45,7 @@ class SketchLayout:
 
     @cached_property
     def value_mean(self) -> int:
-        """What is before it is read to weigh tokens, and it alone to estimate the rest."""
+        """Offset of the mean value: weighing tokens reads what is before it, estimating the rest reads it alone."""
         return _round_up(self.scales + 4, SECTOR)
 
     @cached_property

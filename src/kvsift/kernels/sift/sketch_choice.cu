@@ -3,7 +3,7 @@
 
 constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
 
-// Numbers of the query heads of a sub, on 16 bytes if four are.
+// Copies a number for each query head. Four at once where G is a multiple of four: then both lie on 16 bytes.
 __device__ __forceinline__ void copy_heads(float *to, const float *from) {
 #pragma unroll
     for (int g = 0; g < G; g += G % 4 ? 1 : 4)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arr
             int bins[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                // No branch, and no bin either, depends on a token: the number of those in NO_BIN is not needed.
+                // What may not be chosen counts in NO_BIN, which is no threshold: a branch would take longer.
                 bins[j] = bin_of(v.votes[j]) & (int)(0u - (candidates >> j & 1));
                 atomicAdd(arrays.bins + bins[j], 1);
             }
