@@ -6,7 +6,8 @@ It need not be kvsift's: a cache in blocks [num_blocks, block_size, num_kv_heads
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from torch import Tensor
 from kvsift.kernels.coded_pages import read_pages
 from kvsift.native.shapes import SCALE_BYTES
 
-SpaceShape = tuple[tuple[int, ...], torch.dtype]
+
+class SpaceShape(NamedTuple):
+    """A tensor of a launch's workspace."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lasts: bool = True  # whether launches read what those before have left, so that only launches alike may share it
 
 
 class PagedKV(NamedTuple):
@@ -65,5 +72,23 @@ class PagedKV(NamedTuple):
 
 
 def new_space(shapes: tuple[SpaceShape, ...], device: torch.device) -> list[Tensor]:
-    """Return tensors of these shapes. Flags must be zero, and the whole is small, so all are."""
-    return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+    """Return tensors of these shapes. What lasts is zero at first, and the whole is small, so all is."""
+    return [torch.zeros(each.shape, dtype=each.dtype, device=device) for each in shapes]
+
+
+def shared_spaces(by_size: dict[int, tuple[SpaceShape, ...]], device: torch.device) -> dict[int, list[Tensor]]:
+    """Return tensors for launches of several sizes, of which one runs at a time: they share memory, the largest taking
+    all of it. What lasts is shared only by those whose rows lie alike."""
+    wholes: dict[tuple[Any, ...], SpaceShape] = {}
+    keys: dict[int, list[tuple[Any, ...]]] = {}
+    for size, shapes in by_size.items():
+        rows_alike = tuple(each.shape[1:] for each in shapes if each.lasts)
+        keys[size] = [(place, rows_alike if each.lasts else None) for place, each in enumerate(shapes)]
+        for key, each in zip(keys[size], shapes):
+            if key not in wholes or prod(each.shape) > prod(wholes[key].shape):
+                wholes[key] = each
+    memory = dict(zip(wholes, new_space(tuple(wholes.values()), device)))
+    return {
+        size: [memory[key].flatten()[: prod(each.shape)].view(each.shape) for key, each in zip(keys[size], shapes)]
+        for size, shapes in by_size.items()
+    }

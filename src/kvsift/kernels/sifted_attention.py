@@ -30,12 +30,12 @@ GROUP_PAGES = 8
 
 
 class SiftSpace(NamedTuple):
-    """Workspace of the single launch, shared by all layers of a model. A launch leaves ``flags`` zero."""
+    """Workspace of the single launch, shared by all layers of a model."""
 
     scores: Tensor  # float32 [rows, max_pages, rounded up to 32]
     maxima: Tensor  # float32 [rows, of that / GROUP_PAGES], largest score of every group of candidates
-    parts: Tensor  # float32 [rows, members, record]
-    flags: Tensor  # int32 [rows, 3], zero
+    parts: Tensor  # int64 [rows, members, record], float32 with the number of the launch
+    launches: Tensor  # int32 [rows, 2], zero at first: numbers of launches, and of members that have ever scored
 
     @classmethod
     def make(cls, kv: PagedKV, group: int) -> SiftSpace:
@@ -47,12 +47,11 @@ class SiftSpace(NamedTuple):
         scores = -(-kv.table.shape[1] // 32) * 32
         processors = torch.cuda.get_device_properties(kv.keys.device).multi_processor_count
         members = max(1, processors // rows)  # all of them run at once, so they may wait for each other
-        record = -(-(group * (kv.head_dim + 2) + 1) // 4) * 4
         return (
-            ((rows, scores), torch.float32),
-            ((rows, scores // GROUP_PAGES), torch.float32),
-            ((rows, members, record), torch.float32),
-            ((rows, 3), torch.int32),
+            SpaceShape((rows, scores), torch.float32, lasts=False),
+            SpaceShape((rows, scores // GROUP_PAGES), torch.float32, lasts=False),
+            SpaceShape((rows, members, group * (kv.head_dim + 2)), torch.int64),
+            SpaceShape((rows, 2), torch.int32),
         )
 
 
@@ -119,7 +118,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
 
 
 _SiftArguments = arguments(
-    "queries keys values table lengths summary spans pages counts out scores maxima parts flags visible sink "
+    "queries keys values table lengths summary spans pages counts out scores maxima parts launches visible sink "
     "dense_below",
     "summary_head summary_page key_head key_page key_token value_head value_page value_token",
     "max_pages row_scores num_kv_heads members",

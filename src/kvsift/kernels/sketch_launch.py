@@ -29,14 +29,14 @@ MOST_SPILL = 1 << 30  # bytes of a batch that lie in global memory; larger ones 
 
 
 class SketchSpace(NamedTuple):
-    """Workspace of the single launch, shared by all layers of a model. A launch leaves ``flags`` zero."""
+    """Workspace of the single launch, shared by all layers of a model; all but ``spill`` is left as the next one finds it."""
 
-    shares: Tensor  # float32 [rows, members, 2 * group]
-    bins: Tensor  # int32 [rows, members, BINS]
-    coarse: Tensor  # int32 [rows, members, COARSE]
+    shares: Tensor  # int64 [rows, members, group], float32 with the number of the launch
+    bins: Tensor  # int32 [rows, members, BINS], counts with the last bits of that number
+    coarse: Tensor  # int32 [rows, members, COARSE], the same
     spill: Tensor  # uint8 [rows, members, bytes of a member's numbers that find no shared memory]
-    parts: Tensor  # float32 [rows, members, record]
-    flags: Tensor  # int32 [rows, 4], zero
+    parts: Tensor  # int64 [rows, members, record], float32 with the number of the launch
+    launches: Tensor  # int32 [rows, 2], zero at first: numbers of launches, and of those that ranked tokens
 
     @classmethod
     def make(cls, kv: PagedKV, group: int, capacity: int) -> SketchSpace:
@@ -45,15 +45,15 @@ class SketchSpace(NamedTuple):
     @classmethod
     def shapes(cls, kv: PagedKV, group: int, capacity: int) -> tuple[SpaceShape, ...]:
         rows, members = kv.batch * kv.num_kv_heads, _members(kv)
-        record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
+        record = group * (kv.head_dim + 3)
         spill = _spill_bytes(kv, group, capacity, members)
         return (
-            ((rows, members, 2 * group), torch.float32),
-            ((rows, members, BINS), torch.int32),
-            ((rows, members, COARSE), torch.int32),
-            ((rows, members, spill), torch.uint8),
-            ((rows, members, record), torch.float32),
-            ((rows, 4), torch.int32),
+            SpaceShape((rows, members, group), torch.int64),
+            SpaceShape((rows, members, BINS), torch.int32),
+            SpaceShape((rows, members, COARSE), torch.int32),
+            SpaceShape((rows, members, spill), torch.uint8, lasts=False),
+            SpaceShape((rows, members, record), torch.int64),
+            SpaceShape((rows, 2), torch.int32),
         )
 
 
@@ -108,7 +108,7 @@ def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spill
     """Bytes of dynamic shared memory: ``Arrays`` of the source, and parts in their place."""
     arrays = 4 * BINS + 8 * _list_length(capacity) + _own_subs(kv, members) * (4 + sum(_numbers(group)[spilled:]))
     part, warps = -(-(group * (kv.head_dim + 2)) // 4) * 4, _warps(group, kv.head_dim)
-    return max(arrays, 4 * (warps * part + group * max(warps, members)))
+    return max(arrays, 4 * (warps * part + group * warps))
 
 
 def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
@@ -131,7 +131,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
 
 
 _SketchArguments = arguments(
-    "queries keys values table lengths rows spans tokens counts out shares bins coarse spill parts flags visible "
+    "queries keys values table lengths rows spans tokens counts out shares bins coarse spill parts launches visible "
     "estimated sink dense_below",
     "row_head row_page key_head key_page key_token value_head value_page value_token spill_bytes",
     "max_pages num_kv_heads members own_subs",

@@ -77,6 +77,7 @@ def summarise_slots_triton(
     new_keys, new_values = tokens if tokens is not None else (keys, values)
     new = (slots, count, new_keys, new_values, new_keys.stride(0), new_values.stride(0))
     layout = (pages.block_size, pages.step, pages.page_size, of_program, tokens is not None)
+    pdl = slots.is_cuda and torch.cuda.get_device_capability(slots.device) >= (9, 0)
     slots_of_page = max(16, power_of_two(pages.page_size))
     if kind in SKETCHES:
         sketch = SketchLayout(SKETCHES[kind], keys.shape[3], pages.page_size)
@@ -85,7 +86,7 @@ def summarise_slots_triton(
             rows.view(torch.float16), rows.view(torch.int8), *keys.stride()[:3], *values.stride()[:3],
             *rows.stride()[:2], *layout, D=sketch.head_dim, DP=32 * power_of_two(sketch.words),
             SLOTS=slots_of_page, BITS=sketch.bits, WORDS=sketch.words, FACTORS=sketch.factors,
-            KEY_MEAN=sketch.key_mean, VALUE_MEAN=sketch.value_mean, SCALES=sketch.scales, WIDTH=sketch.width,
+            KEY_MEAN=sketch.key_mean, VALUE_MEAN=sketch.value_mean, SCALES=sketch.scales, WIDTH=sketch.width, PDL=pdl,
             num_warps=4 if slots_of_page <= 32 else 8,
         )  # fmt: skip
         return
@@ -93,7 +94,7 @@ def summarise_slots_triton(
     _rows_kernel[grid](
         *new, keys, values, rows.view(torch.uint8) if rows.element_size() == 1 else rows, *keys.stride()[:3],
         *values.stride()[:3], *rows.stride()[:2], *layout, SLOTS=slots_of_page, KIND=kind, D=keys.shape[3],
-        DP=power_of_two(keys.shape[3]), num_warps=1,
+        DP=power_of_two(keys.shape[3]), PDL=pdl, num_warps=1,
     )  # fmt: skip
 
 
@@ -146,8 +147,10 @@ def _rows_kernel(
     slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, rows_ptr, k_head, k_page,
     k_slot, v_head, v_page, v_slot, r_head, r_page, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, NEW: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # attention reads early what is older than this launch
+        tl.extra.cuda.gdc_launch_dependents()
     head, slots = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS)
     for i in range(TOKENS):
         fills, page, _, keys_of_page, _ = take_token(
@@ -167,8 +170,10 @@ def _sketches_kernel(
     BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, NEW: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
     FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr, SCALES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # attention reads early what is older than this launch
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1).to(tl.int64)
     for i in range(TOKENS):
         fills, page, place, keys_of_page, values_of_page = take_token(

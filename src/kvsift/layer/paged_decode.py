@@ -23,7 +23,7 @@ from kvsift.kernels import sketch_launch
 from kvsift.kernels.block_attention import block_attention, new_parts
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
-from kvsift.kernels.paged import PagedKV, SpaceShape
+from kvsift.kernels.paged import PagedKV, SpaceShape, shared_spaces
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
@@ -123,8 +123,8 @@ class DecodeBatch:
     ) -> Any:
         """Return the workspace of a single launch that attends ``rows`` sequences; None if it does not run.
 
-        A CUDA graph may be captured for each of ``sizes``. Launches run one after the other, so all share the memory
-        that the largest takes; it never moves.
+        A CUDA graph may be captured for each of ``sizes``. Launches run one after the other, so they share memory; it
+        never moves.
 
         Args:
             kind: a named tuple of tensors.
@@ -134,14 +134,8 @@ class DecodeBatch:
         """
         if (kind, *key) not in self.launches:
             by_size = {size: found for size in self.sizes if (found := shapes(size)) is not None}
-            memory = []
-            for each in zip(*by_size.values()):
-                largest = max(torch.Size(shape).numel() for shape, _ in each)
-                memory.append(torch.zeros(largest, dtype=each[0][1], device=self.table.device))
-            self.launches[(kind, *key)] = {
-                size: kind(*(whole[: torch.Size(shape).numel()].view(shape) for whole, (shape, _) in zip(memory, own)))
-                for size, own in by_size.items()
-            }
+            spaces = shared_spaces(by_size, self.table.device)
+            self.launches[(kind, *key)] = {size: kind(*tensors) for size, tensors in spaces.items()}
         return self.launches[(kind, *key)].get(rows)
 
     @contextmanager

@@ -297,6 +297,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self, layer: Any, step: GpuStep, own: LayerPages, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:  # fmt: skip
         rows, batch = step.decodes, step.batch
+        early = step.begun  # else the launch before may have written what this step takes over
         if not step.begun:
             step.begun = True
             batch.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
@@ -306,8 +307,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         query = query.to(output.dtype).contiguous()
         new = layer.layer_name not in batch.layers
         batch.layers[layer.layer_name] = known.summary is not None
+        known.attend(query, batch.mode, early=early, out=output)
         step.counters.keep(layer.layer_name, query, known)
-        known.attend(query, batch.mode, out=output)
         self._scale_values(layer, output)
         if new and len(batch.layers) == 1:
             compat.logger.info_once(

@@ -126,7 +126,17 @@ inline void cp_async_commit_group() {}
 inline void cp_async_wait_group(int) {}
 inline void red_release_gpu_global_add_u32(Word *to, int more) { *to += more; }
 inline void ld_acquire_gpu_global_u32(Word &to, const Word *from) { give_way(), to = *from; }
-inline void atom_relaxed_gpu_global_add_u32(Word &before, Word *to, int more) { before = *to, *to += more; }
+inline void ld_relaxed_gpu_global_u32(Word &to, const Word *from) { give_way(), to = *from; }
+inline void ld_relaxed_gpu_global_u64(Long &to, const Long *from) { give_way(), to = *from; }
+inline void st_relaxed_gpu_global_u32(Word *to, Word word) { *to = word; }
+inline void st_relaxed_gpu_global_u64(Long *to, Long word) { *to = word; }
+inline void st_relaxed_gpu_global_v4_u32(Word *to, Word a, Word b, Word c, Word d) {
+    to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+}
+inline void ld_global_nc_L2__cache_hint_v4_u32(Word &a, Word &b, Word &c, Word &d, const void *from, Long) {
+    const Word *words = (const Word *)from;
+    a = words[0], b = words[1], c = words[2], d = words[3];
+}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline void createpolicy_fractional_L2__evict_first_b64(Long &policy, double) { policy = 0; }
@@ -143,7 +153,8 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline int __float2int_rn(float x) { return int(std::lrintf(x)); }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline int __popc(Word bits) { return __builtin_popcount(bits); }
-inline int __ffs(Word bits) { return __builtin_ffs(int(bits)); }
+inline int __popcll(Long bits) { return __builtin_popcountll(bits); }
+inline int __ffsll(Long bits) { return __builtin_ffsll((long long)bits); }
 inline int __clz(Word bits) { return bits ? __builtin_clz(bits) : 32; }
 inline Word __byte_perm(Word low, Word high, Word selector) {
     Long bytes = Long(high) << 32 | low;

@@ -27,8 +27,9 @@ struct Arguments {
     const int *spans;
     int *pages, *counts;
     u16 *out;
-    float *scores, *maxima, *parts;
-    u32 *flags;       // [rows, 3], zero: members that have scored, that have attended, that have ended
+    float *scores, *maxima;
+    u64 *parts;       // [rows, members, RECORD], numbers that `tell` writes
+    u32 *launches;    // [rows, 2], launches that have ended, and members that have ever scored
     u64 *visible;     // [sequences], or null: not counted
     const float *sink;
     const int *dense_below;  // [sequences]: shorter ones are left out; or null
@@ -47,7 +48,6 @@ struct __align__(16) Shared {
             int pages[CAPACITY], physical[CAPACITY], groups[KEYS / GROUP_PAGES];
         };
     };
-    float best[G], total[G], keep[G];
     u32 of_warp[3 * WARPS];
     u32 word[8];
 };

@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_TILES * D <= 128 ? 2 
     }
     __syncthreads();
 
-    leave_record(s.record, s, (float *)rings, softmax, 0);
+    leave_record((float *)rings, softmax, [&](int n, float x) { s.record[n] = x; });
     wait_for_cluster();
     merge_cluster(a, s, row, member);
     if (member == 0 && thread == 0 && a.visible) atomicAdd(a.visible + batch, (u64)tokens);

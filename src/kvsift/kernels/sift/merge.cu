@@ -17,8 +17,9 @@ __device__ __forceinline__ void weigh(int parts, Top top, Total total, float *we
     sum = warp_sum(sum);
 }
 
-// A block's part into its record; `parts` is shared memory.
-__device__ __forceinline__ void leave_record(float *record, Shared &s, float *parts, Softmax &softmax, u32 seen) {
+// A block's part into its record, number by number; `parts` is shared memory.
+template <typename Leave>
+__device__ __forceinline__ void leave_record(float *parts, Softmax &softmax, Leave leave) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32, group = lane / 4, t = lane % 4;
     float *own = parts + warp * PART;
     constexpr float U = 1.f / CODE_UNIT;
@@ -41,7 +42,6 @@ __device__ __forceinline__ void leave_record(float *record, Shared &s, float *pa
             }
         }
     }
-    if (lane == 0) s.of_warp[warp] = seen;
     __syncthreads();
     float *weights = parts + WARPS * PART;
     for (int g = warp; g < G; g += WARPS) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void leave_record(float *record, Shared &s, float *pa
         const float *of_head = parts + G * D + g;
         weigh(WARPS, [&](int w) { return of_head[w * PART]; }, [&](int w) { return of_head[w * PART + G]; },
               weights + g * WARPS, best, sum);
-        if (lane == 0) record[G * D + g] = best, record[G * D + G + g] = sum;
+        if (lane == 0) leave(G * D + g, best), leave(G * D + G + g, sum);
     }
     __syncthreads();
     for (int n = thread; n < G * D; n += THREADS) {
@@ -57,11 +57,6 @@ __device__ __forceinline__ void leave_record(float *record, Shared &s, float *pa
         float sum = 0.f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum = fmaf(parts[w * PART + n], of_parts[w], sum);
-        record[n] = sum;
-    }
-    if (thread == 0) {
-        float shown = 0;
-        for (int w = 0; w < WARPS; ++w) shown += s.of_warp[w];
-        record[G * D + 2 * G] = shown;
+        leave(n, sum);
     }
 }

@@ -10,8 +10,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int UNIT = 8;                   // tokens attended together by a warp
 constexpr int PARTS = D / 32;             // of eight keys, a lane reads as many times eight numbers
 constexpr int HEAD_TILES = (G + 7) / 8;        // of eight query heads
-// Floats a member leaves: sums, largest logits, weights, tokens seen, and what else the step keeps.
-constexpr int RECORD = (G * (D + 2) + 1 + MORE + 3) / 4 * 4;
+constexpr int RECORD = G * (D + 2) + MORE;     // numbers a member leaves: sums, largest logits, weights, what else there is
 constexpr float LOG2E = 1.4426950408889634f;
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 

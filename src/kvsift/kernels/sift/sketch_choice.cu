@@ -3,6 +3,23 @@
 
 constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
 
+// Numbers of tokens that others read bring the last bits of the number of their launch: every launch that ranks tokens
+// writes all of them, so older ones differ by one.
+constexpr int COUNT_BITS = 20;
+__device__ __forceinline__ void tell_count(u32 *to, u32 word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void tell_counts(u32 *to, const u32 *words) {  // four
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3]) : "memory");
+}
+__device__ __forceinline__ u32 hear_count(const u32 *from, u32 launch, bool &told) {
+    u32 word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    told &= (word ^ launch << COUNT_BITS) >> COUNT_BITS == 0;
+    return word & (1 << COUNT_BITS) - 1;
+}
+
 // Copies a number for each query head. Four at once where G is a multiple of four: then both lie on 16 bytes.
 __device__ __forceinline__ void copy_heads(float *to, const float *from) {
 #pragma unroll
@@ -63,7 +80,9 @@ __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {
 
 // How many of this member's tokens vote for each bin and those above, into its places in a.bins and a.coarse. Keeps the
 // bins of all tokens, and the sums of their shares in arrays.unseen.
-__device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arrays, Shared &s, const Span &span) {
+__device__ __forceinline__ void leave_bins(
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, u32 launch
+) {
     constexpr int AT_ONCE = G <= 4 ? 4 : 2;  // tiles, which may lie in global memory
     int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
     float lse[G];
@@ -89,7 +108,7 @@ __device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arr
             }
             if (there)
                 *(uint2 *)(arrays.own_bins + sub * SUB + lane % 4 * 4) =
-                    make_uint2(bins[0] | bins[1] << 16, bins[2] | bins[3] << 16);
+                    make_uint2(bins[0] | bins[2] << 16, bins[1] | bins[3] << 16);  // as `reach` reads them
             if (!REST) continue;
             __align__(16) float shares[G];
 #pragma unroll
@@ -112,24 +131,27 @@ __device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arr
     u32 after = sum_after(all, s);
 #pragma unroll
     for (int i = 0; i < OWN_BINS; ++i) {
-        own[i] += after;
+        own[i] = launch << COUNT_BITS | own[i] + after;
         if (i % 4 == 3)
-            *(uint4 *)(a.bins + (i64)blockIdx.x * BINS + thread * OWN_BINS + i - 3) =
-                make_uint4(own[i - 3], own[i - 2], own[i - 1], own[i]);
+            tell_counts(a.bins + (i64)blockIdx.x * BINS + thread * OWN_BINS + i - 3, own + i - 3);
     }
-    if (thread % (FINE / OWN_BINS) == 0) a.coarse[blockIdx.x * COARSE + thread / (FINE / OWN_BINS)] = own[0];
+    if (thread % (FINE / OWN_BINS) == 0) tell_count(a.coarse + blockIdx.x * COARSE + thread / (FINE / OWN_BINS), own[0]);
 }
 
 // Numbers of COARSE bins, summed over the members of a row; the last that `wanted` tokens reach.
 __device__ __forceinline__ int last_that_reach(
-    const u32 *from, int stride, int members, u32 wanted, Shared &s
+    const u32 *from, int stride, int members, u32 wanted, Shared &s, u32 launch
 ) {
     static_assert(COARSE == 64 && FINE == 64, "lanes take two bins each");
     int thread = threadIdx.x;
-    u32 sum = 0;
+    u32 sum;
+    bool told;
+    do {
+        sum = 0, told = true;
 #pragma unroll 2
-    for (int m = thread / COARSE; m < members; m += THREADS / COARSE)
-        sum += __ldcg(from + (i64)m * stride + thread % COARSE);
+        for (int m = thread / COARSE; m < members; m += THREADS / COARSE)
+            sum += hear_count(from + (i64)m * stride + thread % COARSE, launch, told);
+    } while (!told);
     s.sums[thread] = sum;
     __syncthreads();
     if (thread < 32) {
@@ -145,21 +167,26 @@ __device__ __forceinline__ int last_that_reach(
 }
 
 // The bin of the worst token to choose.
-__device__ __forceinline__ u32 find_threshold(const Arguments &a, Shared &s, int row, u32 wanted) {
+__device__ __forceinline__ u32 find_threshold(const Arguments &a, Shared &s, int row, u32 wanted, u32 launch) {
     const u32 *bins = a.bins + (i64)row * a.members * BINS, *coarse_bins = a.coarse + (i64)row * a.members * COARSE;
-    int coarse = last_that_reach(coarse_bins, COARSE, a.members, wanted, s);
-    return max(coarse * FINE + last_that_reach(bins + coarse * FINE, BINS, a.members, wanted, s), (int)NO_BIN + 1);
+    int coarse = last_that_reach(coarse_bins, COARSE, a.members, wanted, s, launch);
+    int fine = last_that_reach(bins + coarse * FINE, BINS, a.members, wanted, s, launch);
+    return max(coarse * FINE + fine, (int)NO_BIN + 1);
 }
 
 // How many tokens of the threshold's bin this member gives, and how many tokens of the row come before its own, into
 // s.own_quota and s.own_offset. By one warp.
-__device__ __forceinline__ void find_quota(const Arguments &a, Shared &s, int row, u32 wanted, u32 bin) {
+__device__ __forceinline__ void find_quota(const Arguments &a, Shared &s, int row, u32 wanted, u32 bin, u32 launch) {
     int member = blockIdx.x % a.members, lane = threadIdx.x & 31;
     const u32 *bins = a.bins + (i64)row * a.members * BINS;
     u32 above_all = 0, above = 0, equal = 0, offset = 0, quota = 0;
     auto read = [&](int m) {
-        equal = m < a.members ? __ldcg(bins + (i64)m * BINS + bin) : 0;
-        above = m < a.members && bin + 1 < BINS ? __ldcg(bins + (i64)m * BINS + bin + 1) : 0;
+        bool told;
+        do {
+            told = true;
+            equal = m < a.members ? hear_count(bins + (i64)m * BINS + bin, launch, told) : 0;
+            above = m < a.members && bin + 1 < BINS ? hear_count(bins + (i64)m * BINS + bin + 1, launch, told) : 0;
+        } while (!told);
         equal -= above;
     };
     for (int start = a.members - 1 & ~31; start >= 0; start -= 32) read(start + lane), above_all += above;
@@ -187,29 +214,41 @@ __device__ __forceinline__ float share_of(const Arrays &arrays, const Shared &s,
     return weight * power(arrays.bases[sub * G + g] - s.lse[g]);
 }
 
+// Which of eight tokens have a bin above this one.
+__device__ __forceinline__ u32 reach(const uint4 &bins, u32 bin) {
+    u32 least = bin * 0x10001 + 0x80008000u, above = 0;
+    const u32 pairs[4] = {bins.x, bins.y, bins.z, bins.w};  // tokens 0 and 2, 1 and 3, 4 and 6, 5 and 7
+#pragma unroll
+    for (int i = 0; i < 4; ++i) above |= (~(least - pairs[i]) >> 15 & 0x10001) << (i % 2 + i / 2 * 4);
+    return (above | above >> 14) & 255;
+}
+
 // Lists this member's tokens that reach the threshold, ascending, in arrays.listed and in the row's list, and takes their
 // shares out of the unseen; of the threshold's bin as many as the row has room for.
 __device__ __forceinline__ void list_tokens(
-    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, int row, u32 wanted, u32 threshold, int *list
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, int row, u32 wanted, u32 threshold, u32 launch,
+    int *list
 ) {
-    constexpr int AT_ONCE = 16;  // subs of a warp, each of two lanes
-    int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
-    int each = (span.count + WARPS * AT_ONCE - 1) / (WARPS * AT_ONCE) * AT_ONCE, begin = warp * each;
-    int end = min(begin + each, span.count);
-    if (warp == WARPS - 1) find_quota(a, s, row, wanted, threshold);
+    int thread = threadIdx.x, lane = thread & 31, warp = warp_number(), tokens = span.count * SUB;
+    // A lane takes up to 64 neighbouring tokens at a time, and keeps in the place of their bins which of them are better
+    // than the worst, and which are in its bin.
+    int eights = min(8, (tokens + THREADS * 8 - 1) / (THREADS * 8)), laps = (tokens + THREADS * 64 - 1) / (THREADS * 64);
+    auto start_of = [&](int lap) { return ((warp * laps + lap) * 32 + lane) * eights * 8; };
+    if (warp == WARPS - 1) find_quota(a, s, row, wanted, threshold, launch);
     u32 above = 0, equal = 0;
-    for (int start = begin; start < end; start += AT_ONCE) {
-        int sub = start + lane / 2;
-        if (sub >= end) break;
-        uint4 *bins = (uint4 *)(arrays.own_bins + sub * SUB + lane % 2 * 8);
-        const u32 pairs[4] = {bins->x, bins->y, bins->z, bins->w};
-        u32 found = 0;  // bits of those better than the worst, and behind them of those in its bin
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u32 bin = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff;
-            found |= bin > threshold ? 1 << i : bin == threshold ? 256 << i : 0;
+    for (int lap = 0; lap < laps; ++lap) {
+        int start = start_of(lap);
+        if (start >= tokens) break;
+        u64 better = 0, tied = 0;
+        int i = lane % eights;  // lanes start at different places, which lie in different banks
+        for (int n = 0; n < eights; ++n, i = i + 1 == eights ? 0 : i + 1) {
+            if (start + i * 8 >= tokens) continue;
+            uint4 bins = *(const uint4 *)(arrays.own_bins + start + i * 8);
+            u32 found = reach(bins, threshold);
+            better |= (u64)found << i * 8, tied |= (u64)(reach(bins, threshold - 1) ^ found) << i * 8;
         }
-        bins->x = found, above += __popc(found & 255), equal += __popc(found >> 8);
+        *(uint4 *)(arrays.own_bins + start) = make_uint4((u32)better, (u32)(better >> 32), (u32)tied, (u32)(tied >> 32));
+        above += __popcll(better), equal += __popcll(tied);
     }
     above = __reduce_add_sync(~0u, above), equal = __reduce_add_sync(~0u, equal);
     if (lane == 0) s.of_warp[warp] = above, s.of_warp[WARPS + warp] = equal;
@@ -217,39 +256,45 @@ __device__ __forceinline__ void list_tokens(
     above = sum_before(s.of_warp), equal = sum_before(s.of_warp + WARPS);
     u32 quota = s.own_quota, offset = s.own_offset;
 #pragma unroll 1
-    for (int start = begin; start < end; start += AT_ONCE) {
-        int sub = start + lane / 2;
-        u32 found = sub < end ? *(const u32 *)(arrays.own_bins + sub * SUB + lane % 2 * 8) : 0;
-        if (!__any_sync(~0u, found)) continue;
-        u32 own = __popc(found & 255) + (__popc(found >> 8) << 16), upto = own;
+    for (int lap = 0; lap < laps; ++lap) {
+        int start = start_of(lap);
+        uint4 found = start < tokens ? *(const uint4 *)(arrays.own_bins + start) : make_uint4(0, 0, 0, 0);
+        u64 better = (u64)found.y << 32 | found.x, both = better | (u64)found.w << 32 | found.z;
+        u32 own = __popcll(better) + (__popcll(both ^ better) << 16), upto = own;
 #pragma unroll
         for (int other = 1; other < 32; other <<= 1) {
             u32 before = __shfl_up_sync(~0u, upto, other);
             if (lane >= other) upto += before;
         }
-        u32 all = __shfl_sync(~0u, upto, 31), better = above + (upto - own & 0xffff), tied = equal + (upto - own >> 16);
+        u32 all = __shfl_sync(~0u, upto, 31), at_better = above + (upto - own & 0xffff), at_tied = equal + (upto - own >> 16);
         above += all & 0xffff, equal += all >> 16;
-        for (u32 left = (found | found >> 8) & 255; left; left &= left - 1) {
-            int i = __ffs(left) - 1;
-            u32 at = better + min(tied, quota);
-            bool is_better = found >> i & 1;
-            if (is_better || tied < quota) {
-                arrays.listed[at] = (span.begin + sub) * SUB + lane % 2 * 8 + i, arrays.physical[at] = arrays.pages[sub];
+        for (; both; both &= both - 1) {
+            int i = __ffsll(both) - 1, token = start + i;
+            u32 at = at_better + min(at_tied, quota);
+            bool is_better = better >> i & 1;
+            if (is_better || at_tied < quota) {
+                arrays.listed[at] = span.begin * SUB + token, arrays.physical[at] = arrays.pages[token / SUB];
                 list[offset + at] = arrays.listed[at];
             }
-            better += is_better, tied += !is_better;
+            at_better += is_better, at_tied += !is_better;
         }
     }
     if (thread == THREADS - 1) s.own_listed = above + min(equal, quota);
     __syncthreads();
     // Those of a sub by one thread: a sum must not depend on who comes first.
-    for (int i = thread; REST && i < s.own_listed * G; i += THREADS) {
-        int at = i / G, g = i % G, sub = arrays.listed[at] / SUB;
-        if (at && arrays.listed[at - 1] / SUB == sub) continue;
-        float chosen = 0.f;
-        for (; at < s.own_listed && arrays.listed[at] / SUB == sub; ++at)
-            chosen += share_of(arrays, s, sub - span.begin, g, arrays.listed[at] % SUB);
-        float &unseen = arrays.unseen[(sub - span.begin) * G + g];
-        unseen = fmaxf(unseen - chosen, 0.f);
+    for (int first = thread; REST && first < s.own_listed; first += THREADS) {
+        int sub = arrays.listed[first] / SUB - span.begin;
+        if (first && arrays.listed[first - 1] / SUB - span.begin == sub) continue;
+        float chosen[G];
+#pragma unroll
+        for (int g = 0; g < G; ++g) chosen[g] = 0.f;
+        for (int at = first; at < s.own_listed && arrays.listed[at] / SUB - span.begin == sub; ++at)
+#pragma unroll
+            for (int g = 0; g < G; ++g) chosen[g] += share_of(arrays, s, sub, g, arrays.listed[at] % SUB);
+#pragma unroll
+        for (int g = 0; g < G; ++g) {
+            float &unseen = arrays.unseen[sub * G + g];
+            unseen = fmaxf(unseen - chosen[g], 0.f);
+        }
     }
 }

@@ -20,11 +20,11 @@ struct Arguments {
     const int *spans;
     int *tokens, *counts;
     u16 *out;
-    float *shares;             // [rows, members, 2 G], largest weight and sum of weights of each query head
+    u64 *shares;               // [rows, members, G], log2 of each query head's sum of weights, as `tell` writes it
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
     u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind what else does
-    float *parts;
-    u32 *flags;                // [rows, 4], zero: members that have weighed, voted, attended, ended
+    u64 *parts;                // [rows, members, RECORD], numbers that `tell` writes
+    u32 *launches;             // [rows, 2], launches that have ended, and those of them that ranked tokens
     u64 *visible, *estimated;  // [sequences]
     const float *sink;
     const int *dense_below;    // [sequences]: shorter ones are left out; or null
@@ -42,7 +42,7 @@ struct __align__(16) Shared {
     float unit[G], fine_unit[G];           // of numbers up to MOST and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
     float lse[G];                          // log2 of the sum of all weights
-    float best[G], total[G], keep[G], rest[WARPS * G];
+    float rest[WARPS * G];
     u32 of_warp[2 * WARPS];
     u32 sums[THREADS];
     u32 own_offset, own_quota, own_listed;

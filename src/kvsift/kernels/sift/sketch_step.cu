@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Span span{first, stop, begin + member * own, ranks ? max(0, min(own, subs - member * own)) : 0};
     Arrays arrays(a, dynamic);
     const u8 *rows = a.rows + head * a.row_head;
-    Weigher weigher{a, arrays, span, rows, a.table + batch * a.max_pages, lane};
+    Weigher weigher{a, arrays, span, rows, a.table + batch * a.max_pages, lane, read_once()};
     Weigher::Loaded loaded;
     bool busy = warp * TILE < span.count;
     int page = 0, next_page = 0;
@@ -111,15 +111,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
-    place_queries(s.queries, a.queries + (i64)row * G * D);
+    u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
     rotate_queries(a, s, row);
+    place_queries(s.queries, a.queries + (i64)row * G * D);
+    __syncthreads();
     if (CODED) turn_queries(s.queries);
 
     int *list = a.tokens + (i64)row * CAPACITY;
     int listed = 0;
     Softmax softmax;
     softmax.clear();
-    Means means[MEANS_AHEAD];
+    Means means;
     if (ranks) {
         float top[PASSES], total[PASSES];
 #pragma unroll
@@ -139,24 +141,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
             if (Weigher::AHEAD) loaded = next;
             else if ((tile + WARPS) * TILE < span.count) weigher.load(loaded, tile + WARPS, page);
         }
-        leave_shares(a, s, (float *)s.sums, top, total);
-        wait_for_members(a.flags + row * 4, a.members);
-        sum_shares(a, s, row);
-        leave_bins(a, arrays, s, span);
-        arrive(a.flags + row * 4 + 1, a.members);
-        if (REST && warp * MEANS < span.count)
-#pragma unroll
-            for (int i = 0; i < MEANS_AHEAD; ++i) means[i].load(a, arrays, span, rows, (warp + i * WARPS) * MEANS);
-        await(a.flags + row * 4 + 1, a.members);
+        leave_shares(a, (float *)s.sums, top, total, launch);
+        sum_shares(a, s, row, launch);
+        leave_bins(a, arrays, s, span, ranked);
+        if (REST && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS);
         if (chosen > 0) {
-            list_tokens(a, arrays, s, span, row, chosen, find_threshold(a, s, row, chosen), list + first);
+            u32 threshold = find_threshold(a, s, row, chosen, ranked);
+            list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, list + first);
             listed = s.own_listed;
         }
     } else if (chosen > 0) {  // all are visible
         stop = first;
     }
     listed = list_ends(a, arrays, batch, first, stop, ranks || chosen == 0 ? chosen : 0, held, listed, list);
-    if (member == 0 && thread == 0) a.counts[row] = first + held - stop + (ranks || chosen == 0 ? chosen : 0);
+    if (member == 0 && thread == 0) {
+        int visible = first + held - stop + (ranks || chosen == 0 ? chosen : 0);
+        a.counts[row] = visible;
+        if (a.visible) atomicAdd(a.visible + batch, (u64)visible);
+    }
     __syncthreads();
     Gather gather(a, arrays, head, listed);
     bool estimates = REST && ranks;
@@ -164,16 +166,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     gather.attend(s, softmax);
     __syncthreads();
 
-    float *record = a.parts + (i64)blockIdx.x * RECORD;
-    leave_record(record, s, arrays.parts, softmax, warp == 0 ? listed : 0);
+    u64 *record = a.parts + (i64)blockIdx.x * RECORD;
+    leave_record(arrays.parts, softmax, [&](int n, float x) { tell(record + n, x, launch); });
     if (estimates && thread < G) {
         float rest = 0.f;
         for (int w = 0; w < WARPS; ++w) rest += s.rest[w * G + thread];
-        record[G * (D + 2) + 1 + thread] = rest;
+        tell(record + G * (D + 2) + thread, rest, launch);
     }
-    wait_for_members(a.flags + row * 4 + 2, a.members);
-    u32 left = leave_flags(a.flags + row * 4, 3, a.members);
-    merge_records(a, s, arrays.parts, row);
-    if (estimates && a.estimated && member == 0) add_estimated(a, s, row);
-    reset_flags(a.flags + row * 4, 3, a.members, left);
+    merge_records(a, row, launch);
+    if (estimates && a.estimated && member == 0) add_estimated(a, s, row, launch);
+    if (member == a.members - 1 && thread == 0) {
+        launches[0] = launch;
+        if (ranks) launches[1] = ranked;
+    }
 }

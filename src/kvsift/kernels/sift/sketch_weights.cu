@@ -28,10 +28,13 @@ __device__ __forceinline__ void place_digits(Shared &s, int g, int word, int who
         ((char *)&s.digits[bit / 4 % 2][2 * g + half][word])[bit % 4 * 4 + bit / 8] = (half ? low : high) * factor;
 }
 
-// The queries times the rotation of kernels.sketch, as whole numbers in bytes. A warp takes a query head.
+// The queries times the rotation of kernels.sketch, as whole numbers in bytes. Warps that share a query head place a part
+// of them each.
 __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, int row) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    for (int g = warp; g < PASSES * 4; g += WARPS) {
+    constexpr int HEADS = PASSES * 4, SHARES = WARPS >= 4 * HEADS ? 4 : WARPS >= 2 * HEADS ? 2 : 1;
+    for (int item = warp; item < HEADS * SHARES; item += WARPS) {
+        int g = item % HEADS, share = item / HEADS;
         float x[D / 32], largest = 0.f, square = 0.f;
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -49,21 +52,29 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         for (int i = 0; i < 4 * LAPS; ++i) {
             int whole = i < D / 32 ? __float2int_rn(x[i % (D / 32)] * coarse) : 0;
             sum += whole;
-            place_digits(s, g, i, whole);
+            if (i % SHARES == share) place_digits(s, g, i, whole);
         }
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
+            if (i % SHARES != share) continue;
             int whole = __float2int_rn(x[i] * fine), high = (whole + 128) >> 8;
             s.halves[0][g][i * 32 + lane] = high, s.halves[1][g][i * 32 + lane] = whole - 256 * high;
         }
         sum = __reduce_add_sync(~0u, sum);
         square = warp_sum(square);
-        if (lane == 0 && g < G) {
+        if (lane == 0 && g < G && share == 0) {
             s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / 32512), s.sum[g] = sum;
             s.noise[g] = square * ERROR * 0.5f * LOG2E;
         }
     }
-    __syncthreads();
+}
+
+__device__ __forceinline__ uint4 load_once(const u8 *from, u64 policy) {
+    uint4 x;
+    asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(from), "l"(policy));
+    return x;
 }
 
 struct Weigher {
@@ -73,6 +84,7 @@ struct Weigher {
     const u8 *rows;    // of the KV head
     const int *table;  // of the sequence
     int lane;
+    u64 policy;        // of what is read once
 
     struct Loaded {
         uint4 codes[BITS][LAPS][TILE / 2];
@@ -103,12 +115,12 @@ struct Weigher {
 #pragma unroll
                 for (int lap = 0; lap < LAPS; ++lap)
                     to.codes[bit][lap][i] =
-                        __ldg((const uint4 *)(from + ((bit * WORDS + (4 * lap + t) % WORDS) * PAGE + token) * 4));
+                        load_once(from + ((bit * WORDS + (4 * lap + t) % WORDS) * PAGE + token) * 4, policy);
             to.factors[i] = __ldg((const uint2 *)(from + FACTORS + token * 2));
         }
         const u8 *from = start(tile * TILE + group, own);
 #pragma unroll
-        for (int i = 0; i < D / 64; ++i) to.mean[i] = __ldg((const uint4 *)(from + KEY_MEAN + t * (D / 4) + i * 16));
+        for (int i = 0; i < D / 64; ++i) to.mean[i] = load_once(from + KEY_MEAN + t * (D / 4) + i * 16, policy);
         to.scales = __ldg((const u32 *)(from + SCALES));
     }
 
@@ -210,9 +222,9 @@ struct Weigher {
     }
 };
 
-// Each query head's largest base and the sum of weights over it of this member, into its place in a.shares.
+// log2 of each query head's sum of weights of this member, into its place in a.shares.
 __device__ __forceinline__ void leave_shares(
-    const Arguments &a, Shared &s, float *scratch, float (&top)[PASSES], float (&total)[PASSES]
+    const Arguments &a, float *scratch, float (&top)[PASSES], float (&total)[PASSES], u32 launch
 ) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
@@ -233,22 +245,23 @@ __device__ __forceinline__ void leave_shares(
         best = warp_max(mine);
         sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(g * 2 + 1) * WARPS + lane] * power(mine - best) : 0.f;
         sum = warp_sum(sum);
-        float *to = a.shares + ((i64)blockIdx.x * G + g) * 2;
-        if (lane == 0) to[0] = best, to[1] = sum;
+        if (lane == 0) tell(a.shares + (i64)blockIdx.x * G + g, sum > 0.f ? best + log2f(sum) : NEGATIVE_INFINITY, launch);
     }
 }
 
-// log2 of each query head's sum of weights over all members.
-__device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int row) {
+// The same over all members, into s.lse.
+__device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int row, u32 launch) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     for (int g = warp; g < G; g += WARPS) {
-        float best = NEGATIVE_INFINITY, sum = 0.f;
-        for (int m = lane; m < a.members; m += 32) {
-            float2 theirs = __ldcg((const float2 *)(a.shares + (((i64)row * a.members + m) * G + g) * 2));
-            float larger = fmaxf(best, theirs.x);
-            if (larger > NEGATIVE_INFINITY)
-                sum = sum * power(best - larger) + theirs.y * power(theirs.x - larger), best = larger;
-        }
+        float best, sum;
+        Listener others{launch};
+        do {
+            others.told = true, best = NEGATIVE_INFINITY, sum = 0.f;
+            for (int m = lane; m < a.members; m += 32) {
+                float theirs = others.hear(a.shares + ((i64)row * a.members + m) * G + g), larger = fmaxf(best, theirs);
+                if (larger > NEGATIVE_INFINITY) sum = sum * power(best - larger) + power(theirs - larger), best = larger;
+            }
+        } while (!others.told);
         float top = warp_max(best);
         sum = warp_sum(top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f);
         if (lane == 0) s.lse[g] = sum > 0.f ? top + log2f(sum) : 0.f;

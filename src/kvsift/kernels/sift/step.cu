@@ -13,6 +13,23 @@
 // scales), FP8 (summary rows of one), WARPS, STAGES, KEYS, CAPACITY of a list, CAPPED, SINK. Budgets (as spans) and
 // whether a sequence takes part (dense_below) are its own, read on the device.
 
+// Tells the other members of a row that this one has scored its pages, and shows them what its threads wrote.
+__device__ __forceinline__ void arrive(u32 *arrived, int members) {
+    __syncthreads();
+    if (members > 1 && threadIdx.x == 0)
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+}
+
+// Waits until so many have ever arrived, of whom the last are those of this launch; all they wrote is then seen.
+__device__ __forceinline__ void await(const u32 *arrived, u32 number, int members) {
+    if (members > 1 && threadIdx.x == 0) {
+        u32 seen;
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+        while ((int)(seen - number) < 0);
+    }
+    __syncthreads();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
     __shared__ Shared s;
@@ -23,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
         asm volatile("griddepcontrol.wait;" ::: "memory");
         return;
     }
+    u32 *launches = a.launches + row * 2;
     int first = a.spans[batch * 4], stop = a.spans[batch * 4 + 1], held = a.spans[batch * 4 + 3];
     int count = stop - first, chosen = min(a.spans[batch * 4 + 2], count);
     int place = member * WARPS + warp, step = a.members * WARPS;
@@ -41,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
+    u32 launch = launch_after(launches);
     place_queries(s.queries, a.queries + (i64)row * G * D);
     for (int i = thread; i < G * D; i += THREADS) {
         float q = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
@@ -63,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
             commit();
         }
     }
-    if (ranks) wait_for_members(a.flags + row * 3, a.members);  // for their scores
-    else __syncthreads();
+    arrive(launches + 1, a.members);
+    if (ranks) await(launches + 1, launch * a.members, a.members);  // all scores
     for (int i = thread; i < BINS / 4; i += THREADS) s.bins[i] = make_uint4(0, 0, 0, 0);
 
     int listed = choose(a, s, row, first, stop, chosen, held);
@@ -72,18 +91,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
         s.physical[i] = a.table[batch * a.max_pages + s.pages[i]];
         if (member == 0) a.pages[(i64)row * CAPACITY + i] = s.pages[i];
     }
-    if (member == 0 && thread == 0) a.counts[row] = listed;
-    __syncthreads();
-
     int length = a.lengths[batch];
     int last = length - (held - 1) * PAGE;  // tokens of the last page
+    if (member == 0 && thread == 0) {
+        a.counts[row] = listed;
+        if (a.visible && listed > 0) atomicAdd(a.visible + batch, (u64)((listed - 1) * PAGE + last));
+    }
+    __syncthreads();
+
     // before a first step spans are zero
     int units = listed > 0 ? (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT : 0;
     items = place < units ? (units - place + step - 1) / step : 0;
     Attender attender{a, s, ring, head, length, place, step, lane};
     Softmax softmax;
     softmax.clear();
-    u32 seen = 0;
     int stages = items * Attender::PIECES;
     for (int i = 0; i < STAGES; ++i) {
         if (i < stages) attender.request(i);
@@ -94,16 +115,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
         int here = min(UNIT, length - attender.position(i / Attender::PIECES));
         wait_for_all_but<STAGES - 1>();
         attender.consume(i, here, softmax);
-        if (i % Attender::PIECES == 0) seen += here;
         __syncwarp();
         if (i + STAGES < stages) attender.request(i + STAGES);
         commit();
     }
     __syncthreads();
 
-    leave_record(a.parts + (i64)blockIdx.x * RECORD, s, (float *)rings, softmax, seen);
-    wait_for_members(a.flags + row * 3 + 1, a.members);
-    u32 left = leave_flags(a.flags + row * 3, 2, a.members);
-    merge_records(a, s, (float *)rings, row);
-    reset_flags(a.flags + row * 3, 2, a.members, left);
+    u64 *record = a.parts + (i64)blockIdx.x * RECORD;
+    leave_record((float *)rings, softmax, [&](int n, float x) { tell(record + n, x, launch); });
+    merge_records(a, row, launch);
+    if (member == a.members - 1 && thread == 0) launches[0] = launch;
 }
