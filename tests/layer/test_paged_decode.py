@@ -288,20 +288,27 @@ def test_one_workspace_serves_layers_of_the_same_shape() -> None:
 def test_launches_of_any_number_of_rows_share_the_memory_that_the_largest_takes() -> None:
     class Space(NamedTuple):
         scores: Tensor
-        flags: Tensor
+        words: Tensor
+        launches: Tensor
 
     batch = DecodeBatch(torch.zeros(4, 4, dtype=torch.int32), [1] * 4, 4, [None] * 4)
     batch.sizes = range(1, 5)
 
     def shapes(rows: int) -> tuple[SpaceShape, ...] | None:
         """The launch takes no four rows, and most memory for two."""
-        return None if rows == 4 else (((rows, 6 // rows), torch.float32), ((rows,), torch.int32))
+        if rows == 4:
+            return None
+        words = SpaceShape((rows, 1 if rows > 1 else 2), torch.int64)
+        return SpaceShape((rows, 6 // rows), torch.float32, lasts=False), words, SpaceShape((rows,), torch.int32)
 
     spaces = {rows: batch.launch_space(Space, shapes, rows, ("layers",)) for rows in (3, 1, 2, 4, 5)}
     assert spaces[4] is spaces[5] is None
     assert [spaces[rows].scores.shape for rows in (1, 2, 3)] == [(1, 6), (2, 3), (3, 2)]
-    assert len({spaces[rows].flags.data_ptr() for rows in (1, 2, 3)}) == 1
-    assert not any(spaces[3].flags.tolist())
+    assert len({spaces[rows].scores.data_ptr() for rows in (1, 2, 3)}) == 1
+    for tensor in ("words", "launches"):  # which launches leave for those alone whose rows lie alike
+        one, two, three = (getattr(spaces[rows], tensor).data_ptr() for rows in (1, 2, 3))
+        assert one != two == three
+        assert not getattr(spaces[3], tensor).any()
     assert batch.launch_space(Space, shapes, 3, ("layers",)) is spaces[3]
     assert batch.launch_space(Space, shapes, 3, ("others",)) is not spaces[3]
 

@@ -30,7 +30,7 @@ GROUP_PAGES = 8
 
 
 class SiftSpace(NamedTuple):
-    """Workspace of the single launch, shared by all layers of a model."""
+    """Workspace of the single launch, shared by all layers of a model, see ``SketchSpace``."""
 
     scores: Tensor  # float32 [rows, max_pages, rounded up to 32]
     maxima: Tensor  # float32 [rows, of that / GROUP_PAGES], largest score of every group of candidates

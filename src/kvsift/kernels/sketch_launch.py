@@ -29,7 +29,8 @@ MOST_SPILL = 1 << 30  # bytes of a batch that lie in global memory; larger ones 
 
 
 class SketchSpace(NamedTuple):
-    """Workspace of the single launch, shared by all layers of a model; all but ``spill`` is left as the next one finds it."""
+    """Workspace of the single launch, shared by all layers of a model. What blocks tell each other brings the number of
+    the launch, so that nothing is cleared between launches."""
 
     shares: Tensor  # int64 [rows, members, group], float32 with the number of the launch
     bins: Tensor  # int32 [rows, members, BINS], counts with the last bits of that number

@@ -83,7 +83,7 @@ __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {
 __device__ __forceinline__ void leave_bins(
     const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, u32 launch
 ) {
-    constexpr int AT_ONCE = G <= 4 ? 4 : 2;  // tiles, which may lie in global memory
+    constexpr int AT_ONCE = !SPILL ? 1 : G <= 4 ? 4 : 2;  // tiles: more where they lie in global memory
     int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
     float lse[G];
 #pragma unroll
