@@ -139,14 +139,11 @@ __device__ __forceinline__ void add_rest(
     }
 }
 
-// The estimated shares of all query heads of a row, by one of its members.
+// The estimated shares of all query heads of a row, by one of its members: a warp takes a head, the last warp the first.
 __device__ __forceinline__ void add_estimated(const Arguments &a, const Shared &s, int row, u32 launch) {
     int lane = threadIdx.x & 31;
-    if (threadIdx.x >= 32) return;
     const u64 *records = a.parts + (i64)row * a.members * RECORD + G * D;
-    float shares = 0.f;
-#pragma unroll 1
-    for (int g = 0; g < G; ++g) {
+    for (int g = WARPS - 1 - threadIdx.x / 32; g < G; g += WARPS) {
         float rest, all;  // of the weights, over that of s.lse
         Listener others{launch};
         do {
@@ -157,7 +154,7 @@ __device__ __forceinline__ void add_estimated(const Arguments &a, const Shared &
                 rest += others.hear(of_head + 2 * G), all += total * exp2f(top - s.lse[g]);
             }
         } while (!others.told);
-        shares += warp_sum(rest) / warp_sum(all);
+        float share = warp_sum(rest) / warp_sum(all);
+        if (lane == 0) atomicAdd(a.estimated + row / a.num_kv_heads, (u64)((double)share * 4294967296.0));
     }
-    if (lane == 0) atomicAdd(a.estimated + row / a.num_kv_heads, (u64)((double)shares * 4294967296.0));
 }

@@ -173,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         for (int w = 0; w < WARPS; ++w) rest += s.rest[w * G + thread];
         tell(record + G * (D + 2) + thread, rest, launch);
     }
-    merge_records(a, row, launch);
     if (estimates && a.estimated && member == 0) add_estimated(a, s, row, launch);
+    merge_records(a, row, launch);
     if (member == a.members - 1 && thread == 0) {
         launches[0] = launch;
         if (ranks) launches[1] = ranked;
