@@ -266,6 +266,35 @@ def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("plan", ["quest:budget=1024", "sketch:budget=1024"])
+def test_layers_start_early_behind_the_kernel_that_writes_their_token(plan: str) -> None:
+    server = Server(plan, [9000, 4096, 300], "NHD", 16, "cuda")
+    slots = torch.cat([server.slots(row, torch.tensor([length - 1])) for row, length in enumerate(server.lengths)])
+    slots, layer, queries = torch.cat([slots, torch.tensor([-1])]).cuda(), server.layer, server.queries()
+    padded = torch.cat([queries, torch.zeros_like(queries[:1])])
+    new = torch.randn(2, len(slots), HEADS, server.dim, device="cuda", dtype=server.dtype)
+
+    def step(early: bool) -> torch.Tensor:
+        server._begin()
+        out = torch.zeros(8, *padded.shape, device="cuda", dtype=server.dtype)
+        for number, answer in enumerate(out, 1):
+            tokens, scaled = (new[0] * number, new[1] * number), padded * number
+            summarise_slots(server.kind, slots, layer.keys, layer.values, layer.rows, layer.pages, tokens)
+            server.attention.attend(scaled, server.batch.mode, early=early and number > 1, out=answer)
+        return out
+
+    expected = step(False)
+    assert torch.equal(expected, step(True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsift.vllm import gpu_counters
 

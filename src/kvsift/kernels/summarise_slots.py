@@ -78,6 +78,7 @@ def summarise_slots_triton(
     new = (slots, count, new_keys, new_values, new_keys.stride(0), new_values.stride(0))
     layout = (pages.block_size, pages.step, pages.page_size, of_program, tokens is not None)
     pdl = slots.is_cuda and torch.cuda.get_device_capability(slots.device) >= (9, 0)
+    early = {"launch_pdl": True} if pdl else {}
     slots_of_page = max(16, power_of_two(pages.page_size))
     if kind in SKETCHES:
         sketch = SketchLayout(SKETCHES[kind], keys.shape[3], pages.page_size)
@@ -87,14 +88,14 @@ def summarise_slots_triton(
             *rows.stride()[:2], *layout, D=sketch.head_dim, DP=32 * power_of_two(sketch.words),
             SLOTS=slots_of_page, BITS=sketch.bits, WORDS=sketch.words, FACTORS=sketch.factors,
             KEY_MEAN=sketch.key_mean, VALUE_MEAN=sketch.value_mean, SCALES=sketch.scales, WIDTH=sketch.width, PDL=pdl,
-            num_warps=4 if slots_of_page <= 32 else 8,
+            num_warps=4 if slots_of_page <= 32 else 8, **early,
         )  # fmt: skip
         return
     assert row_twin(kind) is not None, f"{kind} has no twin"
     _rows_kernel[grid](
         *new, keys, values, rows.view(torch.uint8) if rows.element_size() == 1 else rows, *keys.stride()[:3],
         *values.stride()[:3], *rows.stride()[:2], *layout, SLOTS=slots_of_page, KIND=kind, D=keys.shape[3],
-        DP=power_of_two(keys.shape[3]), PDL=pdl, num_warps=1,
+        DP=power_of_two(keys.shape[3]), PDL=pdl, num_warps=1, **early,
     )  # fmt: skip
 
 
@@ -149,8 +150,9 @@ def _rows_kernel(
     TOKENS: tl.constexpr, NEW: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:  # attention reads early what is older than this launch
+    if PDL:  # attention reads early what is older than the kernel before this one
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head, slots = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS)
     for i in range(TOKENS):
         fills, page, _, keys_of_page, _ = take_token(
@@ -172,8 +174,9 @@ def _sketches_kernel(
     FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr, SCALES: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:  # attention reads early what is older than this launch
+    if PDL:  # attention reads early what is older than the kernel before this one
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(1).to(tl.int64)
     for i in range(TOKENS):
         fills, page, place, keys_of_page, values_of_page = take_token(
