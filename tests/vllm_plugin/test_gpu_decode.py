@@ -272,10 +272,12 @@ def test_layers_start_early_behind_the_kernel_that_writes_their_token(plan: str)
     slots = torch.cat([server.slots(row, torch.tensor([length - 1])) for row, length in enumerate(server.lengths)])
     slots, layer, queries = torch.cat([slots, torch.tensor([-1])]).cuda(), server.layer, server.queries()
     padded = torch.cat([queries, torch.zeros_like(queries[:1])])
+    lengths = torch.tensor([*server.lengths, 0], dtype=torch.int32, device="cuda")
+    blocks = torch.cat([server.blocks, torch.zeros_like(server.blocks[:1])]).cuda()
     new = torch.randn(2, len(slots), HEADS, server.dim, device="cuda", dtype=server.dtype)
 
     def step(early: bool) -> torch.Tensor:
-        server._begin()
+        server.batch.begin(blocks, lengths, layer.pages)
         out = torch.zeros(8, *padded.shape, device="cuda", dtype=server.dtype)
         for number, answer in enumerate(out, 1):
             tokens, scaled = (new[0] * number, new[1] * number), padded * number
