@@ -32,6 +32,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         ((1, 4, 128, 16), 1, 12, {"lengths": [250, 1, 61]}),
         ((2, 7, 128, 64), 2, 2, {"lengths": [61, 250], "in_8_bits": True}),
         ((1, 1, 64, 16), 1, 1, {"lengths": [64]}),
+        ((1, 12, 256, 32), 1, 3, {"lengths": [1500]}),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
 
 // Numbers of tokens that others read bring the last bits of the number of their launch: every launch that ranks tokens
 // writes all of them, so older ones differ by one.
-constexpr int COUNT_BITS = 20;
+constexpr int COUNT_BITS = 20;  // a member has at most 2^19 tokens (MOST_TOKENS)
 __device__ __forceinline__ void tell_count(u32 *to, u32 word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }

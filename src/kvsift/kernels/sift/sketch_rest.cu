@@ -3,20 +3,21 @@
 // query head: columns n and n + 4 have the two bytes of head n.
 
 constexpr int MEANS = 32;  // subs that are multiplied at once
+constexpr int CHANNELS = D < 128 ? D : 128, HEAD_PASSES = D * HEAD_TILES < 256 ? 2 : 1;  // for which registers have room
 
 // A lane's channels of the mean values of so many subs: as many channels as of values that it attends.
 struct Means {
-    uint2 rows[8][D / 64];
+    uint2 rows[8][CHANNELS / 64];
     __device__ __forceinline__ void load(
-        const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows_of_head, int start
+        const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows_of_head, int start, int channel
     ) {
         int lane = threadIdx.x & 31;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             int there = min(start + lane % 4 * 4 + i % 4 + i / 4 * 16, span.count - 1);
-            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + lane / 4 * 8;
+            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + channel + lane / 4 * 8;
 #pragma unroll
-            for (int w = 0; w < D / 64; ++w) rows[i][w] = *(const uint2 *)(from + w * 64);
+            for (int w = 0; w < CHANNELS / 64; ++w) rows[i][w] = *(const uint2 *)(from + w * 64);
         }
     }
 
@@ -33,109 +34,106 @@ struct Means {
     }
 };
 
-// This warp's part of the estimate into its softmax, and the sums of its shares into s.rest. ``means`` are those of its
-// first subs.
+// This warp's part of the estimate into its softmax, and the sums of its shares into s.rest. ``means`` are the first
+// channels of its first subs.
 __device__ __forceinline__ void add_rest(
     const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means &means, Softmax &softmax
 ) {
     constexpr float MOST_WEIGHT = 32512.f;
     int lane = threadIdx.x & 31, warp = warp_number(), group = lane / 4, t = lane % 4, own_head = group % 4;
-    int sums[PASSES][D / 16][4];
     float share[PASSES], largest[PASSES];
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        share[pass] = 0.f, largest[pass] = 1e-20f;
-#pragma unroll
-        for (int n = 0; n < D / 16; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[pass][n][i] = 0;
-    }
-    auto share_of_sub = [&](int sub, int pass) {
-        int g = pass * 4 + own_head;
-        return g < G && sub < span.count ? arrays.unseen[sub * G + g] : 0.f;
-    };
+    for (int pass = 0; pass < PASSES; ++pass) share[pass] = 0.f, largest[pass] = 1e-20f;
     for (int start = warp * MEANS; start < span.count; start += WARPS * MEANS)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int sub = start + group / 4 * 16 + t * 4 + i;
-            float scale = arrays.scales[min(sub, span.count - 1)];
+            int sub = start + group / 4 * 16 + t * 4 + i, there = min(sub, span.count - 1);
+            float scale = arrays.scales[there];
 #pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass)
-                largest[pass] = fmaxf(largest[pass], share_of_sub(sub, pass) * scale);
+            for (int pass = 0; pass < PASSES; ++pass) {
+                int g = pass * 4 + own_head;
+                float own = g < G && sub < span.count ? arrays.unseen[there * G + g] : 0.f;
+                share[pass] += own, largest[pass] = fmaxf(largest[pass], own * scale);
+            }
         }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
-        for (int other = 1; other < 32; other <<= other == 2 ? 3 : 1)
+        for (int other = 1; other < 32; other <<= other == 2 ? 3 : 1) {
+            share[pass] += __shfl_xor_sync(~0u, share[pass], other);
             largest[pass] = fmaxf(largest[pass], __shfl_xor_sync(~0u, largest[pass], other));
-#pragma unroll 1
-    for (int start = warp * MEANS; start < span.count;) {
-        u32 weights[PASSES][2];
-#pragma unroll
-        for (int four = 0; four < 2; ++four) {
-            float scales[4];
-            int first = start + four * 16 + t * 4;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) scales[i] = arrays.scales[min(first + i, span.count - 1)];
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass) {
-                bool high = group / 4 == pass % 2;  // the byte of this lane's column
-                float unit = MOST_WEIGHT / largest[pass];
-                u32 whole[4], select = high ? 0x51 : 0x40;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    float own = share_of_sub(first + i, pass);
-                    share[pass] += own, whole[i] = __float2int_rn(own * scales[i] * unit) + (high ? 128 : 0);
-                }
-                u32 one = __byte_perm(whole[0], whole[1], select), two = __byte_perm(whole[2], whole[3], select);
-                weights[pass][four] = __byte_perm(one, two, 0x5410);
-            }
         }
-#pragma unroll
-        for (int word = 0; word < D / 32; ++word) {
-            u32 x[4], y[4];
-            means.transpose(x, word, 0), means.transpose(y, word, 1);
-#pragma unroll
-            for (int pass = 0; pass < PASSES; ++pass)
-#pragma unroll
-                for (int c = 0; c < 4; c += 2)
-                    multiply_bytes(
-                        sums[pass][2 * word + c / 2], x[c], x[c + 1], y[c], y[c + 1], weights[pass][0], weights[pass][1]
-                    );
-        }
-        start += WARPS * MEANS;
-        if (start < span.count) means.load(a, arrays, span, rows, start);
-    }
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        share[pass] += __shfl_xor_sync(~0u, share[pass], 1);
-        share[pass] += __shfl_xor_sync(~0u, share[pass], 2);
-    }
-    // Of a tile's two passes, lanes of t below 2 have the high bytes of the first one, the others those of the second.
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
         int g = tile * 8 + group;
-        float own = 0.f, unit[2] = {0.f, 0.f};
-#pragma unroll
-        for (int pass = 2 * tile; pass < min(PASSES, 2 * tile + 2); ++pass) {
-            if (group / 4 == pass % 2) own = share[pass];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                float of_head = __shfl_sync(~0u, largest[pass], (2 * t + j) % 4 * 4) * (CODE_UNIT / MOST_WEIGHT);
-                if (t / 2 == pass % 2) unit[j] = of_head;
-            }
-        }
+        float own = group / 4 == 0 ? share[2 * tile] : share[min(2 * tile + 1, PASSES - 1)];
         if (t == 0 && g < G) s.rest[warp * G + g] = own;
-        softmax.top[tile] = g < G ? s.lse[g] : 0.f, softmax.total[tile] = t == 0 ? own : 0.f;
+        softmax.top[tile] = g < G ? s.lse[g] : 0.f, softmax.total[tile] = t == 0 && g < G ? own : 0.f;
+    }
 #pragma unroll
-        for (int pass = 2 * tile; pass < min(PASSES, 2 * tile + 2); ++pass)
+    for (int part = 0; part < D / CHANNELS * ((PASSES + HEAD_PASSES - 1) / HEAD_PASSES); ++part) {
+        int channel = part % (D / CHANNELS) * CHANNELS, first_pass = part / (D / CHANNELS) * HEAD_PASSES;
+        int sums[HEAD_PASSES][CHANNELS / 16][4];
 #pragma unroll
-            for (int n = 0; n < D / 16; ++n)
+        for (int pass = 0; pass < HEAD_PASSES; ++pass)
+#pragma unroll
+            for (int n = 0; n < CHANNELS / 16; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[pass][n][i] = 0;
+        if (part && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, channel);
+#pragma unroll 1
+        for (int start = warp * MEANS; start < span.count;) {
+            u32 weights[HEAD_PASSES][2];
+#pragma unroll
+            for (int four = 0; four < 2; ++four)
+#pragma unroll
+                for (int pass = 0; pass < HEAD_PASSES; ++pass) {
+                    int g = (first_pass + pass) * 4 + own_head;
+                    bool high = group / 4 == (first_pass + pass) % 2;  // the byte of this lane's column
+                    float unit = MOST_WEIGHT / largest[min(first_pass + pass, PASSES - 1)];
+                    u32 whole[4], select = high ? 0x51 : 0x40;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        int sub = start + four * 16 + t * 4 + i, there = min(sub, span.count - 1);
+                        float own = g < G && sub < span.count ? arrays.unseen[there * G + g] : 0.f;
+                        whole[i] = __float2int_rn(own * arrays.scales[there] * unit) + (high ? 128 : 0);
+                    }
+                    u32 one = __byte_perm(whole[0], whole[1], select), two = __byte_perm(whole[2], whole[3], select);
+                    weights[pass][four] = __byte_perm(one, two, 0x5410);
+                }
+#pragma unroll
+            for (int word = 0; word < CHANNELS / 32; ++word) {
+                u32 x[4], y[4];
+                means.transpose(x, word, 0), means.transpose(y, word, 1);
+#pragma unroll
+                for (int pass = 0; pass < HEAD_PASSES; ++pass)
+#pragma unroll
+                    for (int c = 0; c < 4; c += 2)
+                        if (first_pass + pass < PASSES)
+                            multiply_bytes(
+                                sums[pass][2 * word + c / 2], x[c], x[c + 1], y[c], y[c + 1], weights[pass][0],
+                                weights[pass][1]
+                            );
+            }
+            start += WARPS * MEANS;
+            if (start < span.count) means.load(a, arrays, span, rows, start, channel);
+        }
+        // Of a tile's two passes, lanes of t below 2 have the high bytes of the first one, the others those of the second.
+#pragma unroll
+        for (int pass = first_pass; pass < min(PASSES, first_pass + HEAD_PASSES); ++pass) {
+            float unit[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                unit[j] = __shfl_sync(~0u, largest[pass], (2 * t + j) % 4 * 4) * (CODE_UNIT / MOST_WEIGHT);
+#pragma unroll
+            for (int n = 0; n < CHANNELS / 16; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    int high = sums[pass][n][i], low = __shfl_xor_sync(~0u, high, 2);
-                    if (t / 2 == pass % 2) softmax.acc[tile][n][i] = fmaf(256.f, (float)high, (float)low) * unit[i % 2];
+                    int high = sums[pass - first_pass][n][i], low = __shfl_xor_sync(~0u, high, 2);
+                    float &acc = softmax.acc[pass / 2][channel / 16 + n][i];
+                    if (t / 2 == pass % 2) acc = fmaf(256.f, (float)high, (float)low) * unit[i % 2];
                 }
+        }
     }
 }
 
