@@ -103,7 +103,9 @@ def launch_over_blocks() -> None:
         rows = pages.new_rows(2, 2, width, row_dtype or torch.bfloat16, keys.device)
         new = torch.zeros(4, 2, 128, dtype=dtype)
         for count, tokens in ((4, None), (4, (new, new)), (4096, None)):
-            summarise_slots_triton(kind, torch.zeros(count, dtype=torch.int64), keys, keys, rows, pages, tokens)
+            slots = torch.zeros(count, dtype=torch.int64)
+            for pdl in (False, True):
+                summarise_slots_triton(kind, slots, keys, keys, rows, pages, tokens, pdl=pdl)
 
 
 def print_shared_bytes(launch_all: Callable[[], None]) -> None:

@@ -281,7 +281,8 @@ def test_layers_start_early_behind_the_kernel_that_writes_their_token(plan: str)
         out = torch.zeros(8, *padded.shape, device="cuda", dtype=server.dtype)
         for number, answer in enumerate(out, 1):
             tokens, scaled = (new[0] * number, new[1] * number), padded * number
-            summarise_slots(server.kind, slots, layer.keys, layer.values, layer.rows, layer.pages, tokens)
+            pools = layer.keys, layer.values, layer.rows, layer.pages
+            summarise_slots(server.kind, slots, *pools, tokens, pdl=early)
             server.attention.attend(scaled, server.batch.mode, early=early and number > 1, out=answer)
         return out
 

@@ -22,7 +22,7 @@ FEW = 1024  # tokens; of so many each has a program of its own
 
 def summarise_slots(
     kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
-    tokens: tuple[Tensor, Tensor] | None = None,
+    tokens: tuple[Tensor, Tensor] | None = None, *, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Write the rows of the pages whose last slot is among ``slots``.
 
@@ -35,20 +35,24 @@ def summarise_slots(
         pages: the pages of the cache.
         tokens: keys and values of the slots, each [>= num_tokens, num_kv_heads, head_dim] with last strides (head_dim,
             1), to be written first; by default they are there. Up to ``FEW``: a launch saved for steps that decode.
+        pdl: programmatic dependent launch: may start while the kernel before still runs, and lets the one behind it
+            start, which must not read the rows written here before this one has ended (Hopper and later).
     """
     if not len(slots):
         return
-    run = summarise_slots_triton if runs_on_triton(slots) else summarise_slots_reference
-    run(kind, slots, keys, values, rows, pages, tokens)
+    if runs_on_triton(slots):
+        summarise_slots_triton(kind, slots, keys, values, rows, pages, tokens, pdl=pdl)
+    else:
+        summarise_slots_reference(kind, slots, keys, values, rows, pages, tokens)
 
 
-def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
+def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages, pdl: bool) -> None:
     """Compile what ``summarise_slots`` runs, for any number of tokens: Triton specializes 1 and multiples of 16."""
     new = torch.empty(2, FEW + 16, 3, *keys.shape[::3], dtype=keys.dtype, device=keys.device)  # strides as of a model's
     for count in (1, 2, 16, FEW + 1, FEW + 16):
         slots, tokens = torch.full((count,), -1, device=keys.device), tuple(new[:, :count, 0])
         for each in (None, tokens) if count <= FEW and keys.element_size() > 1 else (None,):
-            summarise_slots(kind, slots, keys, values, rows, pages, each)
+            summarise_slots(kind, slots, keys, values, rows, pages, each, pdl=pdl)
 
 
 def summarise_slots_reference(
@@ -69,7 +73,7 @@ def summarise_slots_reference(
 
 def summarise_slots_triton(
     kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
-    tokens: tuple[Tensor, Tensor] | None = None,
+    tokens: tuple[Tensor, Tensor] | None = None, *, pdl: bool = False,
 ) -> None:  # fmt: skip
     count, heads = len(slots), keys.shape[0]
     of_program = 1 if count <= FEW else pages.page_size  # one row in most of a long prompt
@@ -77,7 +81,6 @@ def summarise_slots_triton(
     new_keys, new_values = tokens if tokens is not None else (keys, values)
     new = (slots, count, new_keys, new_values, new_keys.stride(0), new_values.stride(0))
     layout = (pages.block_size, pages.step, pages.page_size, of_program, tokens is not None)
-    pdl = slots.is_cuda and torch.cuda.get_device_capability(slots.device) >= (9, 0)
     early = {"launch_pdl": True} if pdl else {}
     slots_of_page = max(16, power_of_two(pages.page_size))
     if kind in SKETCHES:

@@ -226,6 +226,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
         self._dtype: torch.dtype = self._config.model_config.dtype
+        self._pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
         state = sparse_state(self._config)
         if state is not None and (reason := compat.why_dense(self)):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
@@ -259,7 +260,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         if tokens is None or own is None or own.rows is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if own is not None and own.rows is not None:
-            summarise_slots(self._summary[0], slot_mapping, own.keys, own.values, own.rows, own.pages, tokens)
+            pools = own.keys, own.values, own.rows, own.pages
+            summarise_slots(self._summary[0], slot_mapping, *pools, tokens, pdl=self._pdl)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -297,7 +299,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self, layer: Any, step: GpuStep, own: LayerPages, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:  # fmt: skip
         rows, batch = step.decodes, step.batch
-        early = step.begun  # else the launch before may have written what this step takes over
+        early = self._pdl and step.begun  # else the launch before has just written the step's table and spans
         if not step.begun:
             step.begun = True
             batch.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
@@ -399,7 +401,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         size = self._layer.row_bytes
         if keys.dtype not in state.compiled:  # else the first prompt waits for it
             state.compiled.add(keys.dtype)
-            compile_ahead(kind, keys, values, rows, pages)
+            compile_ahead(kind, keys, values, rows, pages, self._pdl)
             if (prefill := state.settings.plan.prefill) is not None:
                 gpu_prefill.compile_ahead(prefill, self._shape(), self._layer, kind, state.max_length, self._dtype)
         state.summary_bytes += size - old

@@ -10,7 +10,18 @@ __device__ __forceinline__ void tell(u64 *to, float x, u32 launch) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
 
-// Reads words until all that were asked for since `told` was set are of this launch.
+// Counts of tokens bring the last bits of the number of their launch: many are told, and none is older than one launch.
+constexpr int COUNT_BITS = 20;  // of a member's tokens, at most 2^19 (MOST_TOKENS)
+__device__ __forceinline__ u32 counted(u32 count, u32 launch) { return launch << COUNT_BITS | count; }
+__device__ __forceinline__ void tell_count(u32 *to, u32 word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void tell_counts(u32 *to, const u32 *words) {  // four
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
+                 "r"(words[2]), "r"(words[3]) : "memory");
+}
+
+// Reads words; `told` says whether all that were read since it was set are of this launch.
 struct Listener {
     u32 launch;
     bool told;
@@ -19,6 +30,12 @@ struct Listener {
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
         told &= (u32)(word >> 32) == launch;
         return __uint_as_float((u32)word);
+    }
+    __device__ __forceinline__ u32 hear_count(const u32 *from) {
+        u32 word;
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+        told &= (word ^ launch << COUNT_BITS) >> COUNT_BITS == 0;
+        return word & (1 << COUNT_BITS) - 1;
     }
 };
 

@@ -3,23 +3,6 @@
 
 constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
 
-// Numbers of tokens that others read bring the last bits of the number of their launch: every launch that ranks tokens
-// writes all of them, so older ones differ by one.
-constexpr int COUNT_BITS = 20;  // a member has at most 2^19 tokens (MOST_TOKENS)
-__device__ __forceinline__ void tell_count(u32 *to, u32 word) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
-}
-__device__ __forceinline__ void tell_counts(u32 *to, const u32 *words) {  // four
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]),
-                 "r"(words[2]), "r"(words[3]) : "memory");
-}
-__device__ __forceinline__ u32 hear_count(const u32 *from, u32 launch, bool &told) {
-    u32 word;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-    told &= (word ^ launch << COUNT_BITS) >> COUNT_BITS == 0;
-    return word & (1 << COUNT_BITS) - 1;
-}
-
 // Copies a number for each query head. Four at once where G is a multiple of four: then both lie on 16 bytes.
 __device__ __forceinline__ void copy_heads(float *to, const float *from) {
 #pragma unroll
@@ -131,7 +114,7 @@ __device__ __forceinline__ void leave_bins(
     u32 after = sum_after(all, s);
 #pragma unroll
     for (int i = 0; i < OWN_BINS; ++i) {
-        own[i] = launch << COUNT_BITS | own[i] + after;
+        own[i] = counted(own[i] + after, launch);
         if (i % 4 == 3)
             tell_counts(a.bins + (i64)blockIdx.x * BINS + thread * OWN_BINS + i - 3, own + i - 3);
     }
@@ -145,13 +128,13 @@ __device__ __forceinline__ int last_that_reach(
     static_assert(COARSE == 64 && FINE == 64, "lanes take two bins each");
     int thread = threadIdx.x;
     u32 sum;
-    bool told;
+    Listener others{launch};
     do {
-        sum = 0, told = true;
+        sum = 0, others.told = true;
 #pragma unroll 2
         for (int m = thread / COARSE; m < members; m += THREADS / COARSE)
-            sum += hear_count(from + (i64)m * stride + thread % COARSE, launch, told);
-    } while (!told);
+            sum += others.hear_count(from + (i64)m * stride + thread % COARSE);
+    } while (!others.told);
     s.sums[thread] = sum;
     __syncthreads();
     if (thread < 32) {
@@ -181,12 +164,12 @@ __device__ __forceinline__ void find_quota(const Arguments &a, Shared &s, int ro
     const u32 *bins = a.bins + (i64)row * a.members * BINS;
     u32 above_all = 0, above = 0, equal = 0, offset = 0, quota = 0;
     auto read = [&](int m) {
-        bool told;
+        Listener others{launch};
         do {
-            told = true;
-            equal = m < a.members ? hear_count(bins + (i64)m * BINS + bin, launch, told) : 0;
-            above = m < a.members && bin + 1 < BINS ? hear_count(bins + (i64)m * BINS + bin + 1, launch, told) : 0;
-        } while (!told);
+            others.told = true;
+            equal = m < a.members ? others.hear_count(bins + (i64)m * BINS + bin) : 0;
+            above = m < a.members && bin + 1 < BINS ? others.hear_count(bins + (i64)m * BINS + bin + 1) : 0;
+        } while (!others.told);
         equal -= above;
     };
     for (int start = a.members - 1 & ~31; start >= 0; start -= 32) read(start + lane), above_all += above;

@@ -42,17 +42,20 @@ __device__ __forceinline__ void add_rest(
     constexpr float MOST_WEIGHT = 32512.f;
     int lane = threadIdx.x & 31, warp = warp_number(), group = lane / 4, t = lane % 4, own_head = group % 4;
     float share[PASSES], largest[PASSES];
+    auto share_of_sub = [&](int sub, int pass) {
+        int g = pass * 4 + own_head;
+        return g < G && sub < span.count ? arrays.unseen[sub * G + g] : 0.f;
+    };
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) share[pass] = 0.f, largest[pass] = 1e-20f;
     for (int start = warp * MEANS; start < span.count; start += WARPS * MEANS)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int sub = start + group / 4 * 16 + t * 4 + i, there = min(sub, span.count - 1);
-            float scale = arrays.scales[there];
+            int sub = start + group / 4 * 16 + t * 4 + i;
+            float scale = arrays.scales[min(sub, span.count - 1)];
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass) {
-                int g = pass * 4 + own_head;
-                float own = g < G && sub < span.count ? arrays.unseen[there * G + g] : 0.f;
+                float own = share_of_sub(sub, pass);
                 share[pass] += own, largest[pass] = fmaxf(largest[pass], own * scale);
             }
         }
@@ -88,15 +91,14 @@ __device__ __forceinline__ void add_rest(
             for (int four = 0; four < 2; ++four)
 #pragma unroll
                 for (int pass = 0; pass < HEAD_PASSES; ++pass) {
-                    int g = (first_pass + pass) * 4 + own_head;
                     bool high = group / 4 == (first_pass + pass) % 2;  // the byte of this lane's column
                     float unit = MOST_WEIGHT / largest[min(first_pass + pass, PASSES - 1)];
                     u32 whole[4], select = high ? 0x51 : 0x40;
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        int sub = start + four * 16 + t * 4 + i, there = min(sub, span.count - 1);
-                        float own = g < G && sub < span.count ? arrays.unseen[there * G + g] : 0.f;
-                        whole[i] = __float2int_rn(own * arrays.scales[there] * unit) + (high ? 128 : 0);
+                        int sub = start + four * 16 + t * 4 + i;
+                        float weight = share_of_sub(sub, first_pass + pass) * arrays.scales[min(sub, span.count - 1)];
+                        whole[i] = __float2int_rn(weight * unit) + (high ? 128 : 0);
                     }
                     u32 one = __byte_perm(whole[0], whole[1], select), two = __byte_perm(whole[2], whole[3], select);
                     weights[pass][four] = __byte_perm(one, two, 0x5410);
