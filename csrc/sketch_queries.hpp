@@ -12,7 +12,8 @@ namespace kvsift {
 
 constexpr int kSketchQueries = 4;  // of a call of a kernel, at most
 
-// Queries of one KV head: nibble tables of 6 bits, 16-bit numbers for the mean keys, and what turns both into logarithms.
+// Queries of one KV head: nibble tables of 6 bits, numbers of 16 and 8 bits for the mean keys, and what turns them into
+// logarithms.
 class SketchGroup {
  public:
   // queries [group, head_dim], scaled and rotated
@@ -20,6 +21,7 @@ class SketchGroup {
     words_ = format.words, group_ = group;
     tables_.resize(std::size_t(group) * 8 * words_ * 16);
     numbers_.resize(std::size_t(group) * 32 * words_);
+    bytes_.assign(std::size_t(group) * bytes_per_query(), 0);
     factors_.assign(std::size_t((group + kSketchQueries - 1) / kSketchQueries), {});
     std::vector<float> padded(std::size_t(32 * words_), 0.0f);
     for (int q = 0; q < group; ++q) {
@@ -33,10 +35,13 @@ class SketchGroup {
   SketchQueries chunk(int first) const {
     const std::size_t q = std::size_t(first);
     const int count = std::min(kSketchQueries, group_ - first);
-    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q / kSketchQueries], count};
+    const std::int8_t* const bytes = &bytes_[q * bytes_per_query()];
+    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], bytes, &factors_[q / kSketchQueries], count};
   }
 
  private:
+  std::size_t bytes_per_query() const { return 64 * ((std::size_t(words_) + 1) / 2); }
+
   // Tables of a query, interleaved with those of its chunk -> the number that a step of their values stands for.
   float fill_tables(const float* query, int q) {
     const int in_chunk = q % kSketchQueries, count = std::min(kSketchQueries, group_ - (q - in_chunk));
@@ -70,9 +75,12 @@ class SketchGroup {
       largest = std::max(largest, std::fabs(query[i]));
     }
     const float variance = squares * (bits == 1 ? 0.363380228f : 0.4126f);  // ERROR of kernels/sketch.py
-    const float whole = largest > 0 ? 32767 / largest : 0;
-    for (int i = 0; i < width; ++i)
-      numbers_[std::size_t(q * width + i)] = std::int16_t(query[i] * whole + (query[i] < 0 ? -0.5f : 0.5f));
+    const float whole = largest > 0 ? 32767 / largest : 0, byte = largest > 0 ? 127 / largest : 0;
+    for (int i = 0; i < width; ++i) {
+      const float half = query[i] < 0 ? -0.5f : 0.5f;
+      numbers_[std::size_t(q * width + i)] = std::int16_t(query[i] * whole + half);
+      bytes_[std::size_t(q) * bytes_per_query() + std::size_t(i)] = std::int8_t(query[i] * byte + half);
+    }
     SketchFactors& factors = factors_[std::size_t(q / kSketchQueries)];
     factors.sum[q % kSketchQueries] = kLog2E * 2 * step;
     factors.offset[q % kSketchQueries] = -kLog2E * float((1 << bits) - 1) * size;
@@ -83,6 +91,7 @@ class SketchGroup {
   int words_ = 0, group_ = 0;
   Aligned<std::uint8_t> tables_;  // of each chunk: [words, 2, count, 4, 16]
   Aligned<std::int16_t> numbers_;
+  Aligned<std::int8_t> bytes_;
   std::vector<SketchFactors> factors_;  // of each chunk
 };
 

@@ -74,7 +74,8 @@ struct SketchFactors {
 // At most 4 queries.
 struct SketchQueries {
   const std::uint8_t* tables;    // [words, 2, count, 4, 16] on a cache line, at most 63: of 4 channels each, by the bits of their codes
-  const std::int16_t* numbers;   // [count, 32 * words], for the mean keys
+  const std::int16_t* numbers;   // [count, 32 * words], for a mean key
+  const std::int8_t* bytes;      // a 258th of numbers, for mean keys; padded with zeros to cache lines
   const SketchFactors* factors;
   int count;
 

@@ -65,7 +65,7 @@ class DecodeCase:
         kv = caches[0].table.kv
 
         def open_cache(rule: Rule | None, table: PageTable) -> SparseCache:
-            cache = _like(caches[0], model, Plan(None, rule), table)
+            cache = cache_like(caches[0], model, Plan(None, rule), table)
             cache.reserve_rows([0])  # and the scratch page
             return cache
 
@@ -105,7 +105,7 @@ def filled_caches(
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode(), feeding(caches[0], "prefill"):
         model(input_ids=token, past_key_values=caches[0])  # layers allocate their pools with the first token
-        caches += [_like(caches[0], model, plan, PageTable(1, kv)) for _ in range(batch - 1)]
+        caches += [cache_like(caches[0], model, plan, PageTable(1, kv)) for _ in range(batch - 1)]
         for cache in caches:
             cache.table.reserve(0, length // cache.page_size)
         for pool in kv.layers.values():
@@ -121,8 +121,8 @@ def reserved(length: int, plan: Plan) -> int:
     return round_up(-(-(length + SPARE_TOKENS) // page_size)) * page_size
 
 
-def _like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> SparseCache:
-    """An empty cache over the pages of a table, beside another one."""
+def cache_like(cache: SparseCache, model: Any, plan: Plan, table: PageTable) -> SparseCache:
+    """Return an empty cache over the pages of a table, beside another one."""
     made = make_cache(model, plan, probe_every=0, placement=cache.run.placement)
     made.run.kv, made.run.table = table.kv, table
     made.adopt([each.shape for each in cache.attentions], cache.attentions[0].like, NO_TOKENS, False, 1)

@@ -23,6 +23,9 @@ RATIOS = (  # (variant, variant that it is compared with)
     ("native pages per query head", "native dense"),
     ("native sketch1 per KV head", "native dense"),
     ("native sketch2 per KV head", "native dense"),
+    ("step, quest", "step, dense"),
+    ("step, sketch", "step, dense"),
+    ("step, sketch", "step, quest"),
     ("retrieval step", "native dense"),
 )
 
@@ -67,7 +70,9 @@ class HostRecipe(r.BenchRecipe):
 
 
 def point_text(point: Point) -> str:
-    """Render a heading, a row per variant, and ratios of their times."""
+    """Render a heading, a row per variant, and ratios of their times; or why there are none."""
+    if "reason" in point:
+        return f"{tokens(point['context'])} tokens: {point['reason']}\n"
     lines = [
         f"{tokens(point['context'])} tokens; {conditions(point['bandwidth'], point['others'])}",
         point_table(point),

@@ -20,12 +20,15 @@ from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
+from kvsift.native.memory import huge_empty
 from kvsift.native.sketch_format import SketchLayout, sketches_read
 from kvsift.types import Part
+from kvsift_lab.bench import host_steps
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host import NO_INDEX, HostRecipe, point_text
 from kvsift_lab.bench.host_timing import cold_rounds
 from kvsift_lab.bench.index_cases import CONTENDERS, Case, keys_scored, synthetic
+from kvsift_lab.numbers import digits
 
 
 class HostBench(Bench):
@@ -44,15 +47,19 @@ class HostBench(Bench):
         if native.available():
             variants += native_variants(layer, recipe.budget, recipe.tokens)
             variants += self._sketches(layer, facts)
+            variants += self._steps(layer, facts)
             variants += self._retrieval(case, layer, facts)
         else:
             facts["missing"].append(f"everything native: {native.why_missing()}")
         runs = {variant.name: variant.run for variant in variants}
-        rounds = cold_rounds(runs, recipe.repeats, recipe.cold_bytes).document()
+        steps = [variant.name for variant in variants if variant.part == "step"]
+        rounds = cold_rounds(runs, recipe.repeats, recipe.cold_bytes, again=steps).document()
         samples = rounds.pop("samples_s")
         facts["variants"] = [
-            {"name": v.name, "part": v.part, "num_bytes": v.num_bytes, "samples_s": samples[v.name]} for v in variants
-        ]
+            {"name": v.name, "part": v.part, "num_bytes": v.num_bytes,
+             "samples_s": digits([seconds / v.layers for seconds in samples[v.name]])}
+            for v in variants
+        ]  # fmt: skip
         return facts | rounds
 
     def _sketches(self, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
@@ -61,6 +68,23 @@ class HostBench(Bench):
             return list(sketch_variants(layer, self.recipe.sketch_tokens))
         facts["missing"].append(f"sketches: the core reads none of pages of {layer.page_size} tokens")
         return []
+
+    def _steps(self, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
+        """Variants of a layer in a step of the core, which estimates from sketches of such pages."""
+        recipe = self.recipe
+        if not sketches_read(layer.page_size, layer.keys.shape[2]) or layer.keys.dtype != torch.bfloat16:
+            facts["missing"].append("steps of the core: it reads no sketches of such pages, or no such keys")
+            return []
+        needed = {
+            host_steps.NOTHING: layer.kv_bytes(64, recipe.num_kv_heads),
+            host_steps.DENSE: layer.dense_bytes,
+            host_steps.QUEST: layer.summary_bytes + layer.kv_bytes(recipe.budget, recipe.num_kv_heads),
+            host_steps.SKETCH: layer.sketch_bytes(1) + layer.kv_bytes(recipe.sketch_tokens, recipe.num_kv_heads),
+        }
+        return [
+            Variant(name, "step", needed[name], run, host_steps.LAYERS)
+            for name, run in host_steps.step_variants(recipe, layer.keys.shape[1])
+        ]
 
     def _retrieval(self, case: Case, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
         """Variants of an index; what it says about itself, or why it is missing, goes to ``facts``."""
@@ -84,8 +108,9 @@ class Variant(NamedTuple):
 
     name: str
     part: str  # variants of one part are comparable
-    num_bytes: int  # to read, at least
+    num_bytes: int  # to read, at least, in a layer
     run: Callable[[], object]
+    layers: int = 1  # of a run
 
 
 class AttentionInputs(NamedTuple):
@@ -114,6 +139,11 @@ class AttentionInputs(NamedTuple):
     @property
     def summary_bytes(self) -> int:
         return self.rows.numel() * self.rows.element_size()
+
+    def sketch_bytes(self, bits: int) -> int:
+        """Return the bytes of the sketches of whole pages."""
+        num_kv_heads, length, head_dim = self.keys.shape
+        return num_kv_heads * (length // self.page_size) * SketchLayout(bits, head_dim, self.page_size).width
 
 
 def attention_inputs(case: Case, page_size: int) -> AttentionInputs:
@@ -255,10 +285,9 @@ def sketch_variants(layer: AttentionInputs, tokens: int) -> Iterator[Variant]:
     paged = [t[:, : pages * layer.page_size].unflatten(1, (pages, layer.page_size)) for t in (layer.keys, layer.values)]
     for kind, bits in SKETCHES.items():
         layout = SketchLayout(bits, head_dim, layer.page_size)
-        rows = torch.empty(num_kv_heads, pages, layout.width, dtype=torch.uint8)
+        rows = huge_empty([num_kv_heads, pages, layout.width], torch.uint8)
         for head, row in enumerate(rows):  # one by one: temporary memory is many times that of the rows
             row.copy_(sketch_rows(bits, *(tensor[head : head + 1] for tensor in paged))[0])
-        native.advise_huge(rows)
         choose, attend = partial(_choose, layer, layout, rows, count), partial(_attend, layer, layout, rows, count)
         selected = layer.kv_bytes(count, num_kv_heads)
         yield Variant(f"native {kind} per KV head", "sketch", rows.numel() + selected, attend)

@@ -48,8 +48,9 @@ class Rounds(NamedTuple):
 
 
 def cold_rounds(
-    runs: Mapping[str, Run], repeats: int, cold_bytes: int = COLD_BYTES, bandwidth: Callable[[], float] | None = None
-) -> Rounds:
+    runs: Mapping[str, Run], repeats: int, cold_bytes: int = COLD_BYTES, bandwidth: Callable[[], float] | None = None,
+    again: Collection[str] = (),
+) -> Rounds:  # fmt: skip
     """Time every run once per round; each round starts with the next one.
 
     Args:
@@ -57,6 +58,7 @@ def cold_rounds(
         repeats: rounds that count, after ``WARM_UP_ROUNDS``.
         cold_bytes: read before every sample.
         bandwidth: bytes per second, measured once per round; ``read_bandwidth`` by default.
+        again: runs of which the second of two is timed: they read more than the cache holds.
     """
     names, measure = list(runs), bandwidth or read_bandwidth
     cold = torch.ones(max(cold_bytes // 8, 1), dtype=torch.int64)
@@ -69,6 +71,8 @@ def cold_rounds(
     for number in range(repeats):
         for name in rotated(names, number):
             cold.sum()
+            if name in again:
+                runs[name]()
             started = perf_counter()
             runs[name]()
             seconds[name].append(perf_counter() - started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,11 +45,15 @@ def random_model(
     """
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
-    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = LlamaConfig(**sizes, max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()
+    model = llama_of(SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers}), device, dtype)
     if quantize is not None:
         round_linears(model, device, dtype, quantize)
     return model
+
+
+def llama_of(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a Llama of these numbers of its configuration, with random weights."""
+    config = LlamaConfig(**sizes, max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()

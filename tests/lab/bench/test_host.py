@@ -14,6 +14,7 @@ from kvsift_lab.bench.host_measure import (
     sketch_variants,
     torch_variants,
 )
+from kvsift_lab.bench.host_steps import LAYERS, step_variants
 from kvsift_lab.bench.host_timing import cold_rounds
 from kvsift_lab.bench.index_cases import synthetic
 from kvsift_lab.bench.report import middle, quiet_rounds
@@ -104,6 +105,21 @@ def test_floors_of_sketches_count_rows_and_selected_tokens(layer: AttentionInput
 
 
 @needs_core
+def test_steps_of_the_core_attend_what_their_plans_say() -> None:
+    with torch.inference_mode():
+        runs = dict(step_variants(HostRecipe(**TINY), 512))
+        visible = {}
+        for name, run in runs.items():
+            run()
+            cache = run.args[1]
+            visible[name] = [cache.stats.tally(i, "decode").report()["visible_tokens"] for i in range(LAYERS)]
+    assert visible == {
+        name: [tokens] * LAYERS
+        for name, tokens in (("step, 64 tokens", 65), ("step, dense", 513), ("step, quest", 49), ("step, sketch", 44))
+    }
+
+
+@needs_core
 def test_a_context_is_measured_and_told() -> None:
     bench = HostBench(HostRecipe(**TINY))
     (point,) = bench.run()
@@ -115,7 +131,7 @@ def test_a_context_is_measured_and_told() -> None:
     assert "native dense is " in text
     assert "index auto, " in text
     assert {name for name, _, _ in ratios(point)} >= {
-        "native dense", "retrieval step", "native pages per KV head", "native sketch1 per KV head",
+        "native dense", "retrieval step", "native pages per KV head", "native sketch1 per KV head", "step, sketch",
     }  # fmt: skip
 
 
