@@ -9,7 +9,7 @@ slow    one token of four, and another one whenever it is submitted again
 
 In a chat it calls the first tool, if there are tools, until the last message is the result of one, which it repeats; of
 a message that begins with "say " it says the rest. It writes as Qwen3 does. Documents are read at once; one that says
-die ends it.
+die ends it, and one that says die unheard does before it has begun.
 """
 
 import json
@@ -69,6 +69,8 @@ def main() -> None:
     connection.sendall(frames.pack({"op": "ready", **known}))
     while (message := frames.receive(incoming)) is not None:
         if message["op"] == "prefill":
+            if message["text"] == "die unheard":
+                os._exit(9)
             head = {"op": "document", "document": message["document"], "tokens": 4}
             connection.sendall(frames.pack({**head, "status": "reading", "num_prefilled": 0}))
             if message["text"] == "die":
