@@ -125,7 +125,7 @@ def test_a_document_that_kills_two_engines_fails_and_a_question_beside_it_does_n
             await asyncio.sleep(0.01)
         assert deadly.error is not None
         assert "died while it read this document alone" in deadly.error
-        seen = len(beside.answers[0].ids)  # those that came before a crash; what was under way may be lost with an engine
+        seen = len(beside.answers[0].ids)  # what was under way may have been lost with an engine
         while len(beside.answers[0].ids) < 4:  # each engine sends one
             if len(beside.answers[0].ids) > seen:
                 seen = len(beside.answers[0].ids)

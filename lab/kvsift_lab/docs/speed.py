@@ -31,7 +31,11 @@ from kvsift_lab.studies.vllm_decode import vllm_table
 ROOT = Path(__file__).parents[3]
 ATTENTION, DECODE, PREFILL, EXACT = "attention-h200", "decode-h200", "prefill-h200", "exact-native-cpu"
 CHATS = "chats-h200", "chats-shared-h200", "chats-cpu"
-MADE_BY = {"exact-h200": "exact-captured", "vllm-h200": "vllm-decode"}  # others begin with the name of their bench
+MADE_BY = {
+    "exact-h200": "exact-captured",
+    "vllm-h200": "vllm-decode",
+    "vllm-sketch-h200": "vllm-decode",
+}  # others begin with the name of their bench
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 Result = dict[str, Any]
@@ -310,7 +314,10 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "chats": shown(CHATS, chatted),
         "serve": shown(("serve-cpu", "serve-32k-cpu"), served),
     },
-    "docs/vllm.md": {"vllm": shown(("vllm-h200", "decode-beside-vllm-h200"), in_vllm)},
+    "docs/vllm.md": {
+        "vllm": shown(("vllm-h200", "decode-beside-vllm-h200"), in_vllm),
+        "vllm-sketch": shown("vllm-sketch-h200", in_vllm),
+    },
     "docs/host.md": {
         "busy": shown("busy-machine", busy),
         "answers": answers("retrieval-32k", "retrieval-host-32k"),

@@ -154,8 +154,8 @@ class Documents:
         return {key: each for key, each in self._documents.items() if each.status == "reading"}
 
     def crashed(self) -> list[ServedDocument]:
-        """Count a crash of the engine; returns the documents that were in prefill. Where the engine has begun none, it may
-        have died with the message that it begins the first."""
+        """Count a crash of the engine; returns the documents that were in prefill. Where the engine has begun none, its
+        message that it begins the first may have died with it."""
         sent = [document for document in self.unread.values() if document.is_sent]
         reading = [document for document in sent if document.is_begun] or sent[:1]
         for document in reading:
