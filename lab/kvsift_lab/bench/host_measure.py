@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -74,6 +75,10 @@ class HostBench(Bench):
         recipe = self.recipe
         if not sketches_read(layer.page_size, layer.keys.shape[2]) or layer.keys.dtype != torch.bfloat16:
             facts["missing"].append("steps of the core: it reads no sketches of such pages, or no such keys")
+            return []
+        pools = host_steps.LAYERS * (2 * layer.dense_bytes + layer.summary_bytes + layer.sketch_bytes(1))
+        if pools > 0.9 * (free := psutil.virtual_memory().available):
+            facts["missing"].append(f"steps of the core: they need {pools / 1e9:.1f} GB, and {free / 1e9:.1f} are free")
             return []
         needed = {
             host_steps.NOTHING: layer.kv_bytes(64, recipe.num_kv_heads),

@@ -1,5 +1,6 @@
 """The host benchmark in small: variants of a part answer alike, floors count what is read, rounds are cold."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,15 @@ def test_steps_of_the_core_attend_what_their_plans_say() -> None:
         name: [tokens] * LAYERS
         for name, tokens in (("step, 64 tokens", 65), ("step, dense", 513), ("step, quest", 49), ("step, sketch", 44))
     }
+
+
+@needs_core
+def test_steps_are_left_out_and_named_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    (point,) = HostBench(HostRecipe(**TINY | {"index": "none"})).run()
+    assert not [each for each in point["variants"] if each["part"] == "step"]
+    (missing,) = point["missing"]
+    assert missing.startswith("steps of the core: they need ")
 
 
 @needs_core
