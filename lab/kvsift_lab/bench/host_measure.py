@@ -86,10 +86,12 @@ class HostBench(Bench):
             host_steps.QUEST: layer.summary_bytes + layer.kv_bytes(recipe.budget, recipe.num_kv_heads),
             host_steps.SKETCH: layer.sketch_bytes(1) + layer.kv_bytes(recipe.sketch_tokens, recipe.num_kv_heads),
         }
-        return [
-            Variant(name, "step", needed[name], run, host_steps.LAYERS)
-            for name, run in host_steps.step_variants(recipe, layer.keys.shape[1])
-        ]
+        try:
+            runs = list(host_steps.step_variants(recipe, layer.keys.shape[1]))
+        except InputError as error:
+            facts["missing"].append(f"steps of the core: {error}")
+            return []
+        return [Variant(name, "step", needed[name], run, host_steps.LAYERS) for name, run in runs]
 
     def _retrieval(self, case: Case, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
         """Variants of an index; what it says about itself, or why it is missing, goes to ``facts``."""

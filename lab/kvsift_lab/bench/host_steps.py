@@ -35,8 +35,13 @@ def step_plans(recipe: HostRecipe) -> dict[str, Plan]:
 
 
 def step_variants(recipe: HostRecipe, context: int) -> Iterator[tuple[str, partial[None]]]:
-    """Return what runs a step over a full context, dense and by each plan, over pools of random numbers; and over 64
-    tokens, which is what a layer takes beside its attention."""
+    """Return what runs a step over the whole pages of a context, dense and by each plan, over pools of random numbers;
+    and over 64 tokens, which is what a layer takes beside its attention.
+
+    Raises:
+        InputError: if a budget is too small for its plan.
+    """
+    context -= context % recipe.page_size  # a step gives a cache its next page where the last one is full
     sizes = {
         "vocab_size": NARROW, "hidden_size": NARROW, "intermediate_size": NARROW, "num_hidden_layers": LAYERS,
         "num_attention_heads": recipe.num_query_heads, "num_key_value_heads": recipe.num_kv_heads,

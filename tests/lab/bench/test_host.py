@@ -106,9 +106,10 @@ def test_floors_of_sketches_count_rows_and_selected_tokens(layer: AttentionInput
 
 
 @needs_core
-def test_steps_of_the_core_attend_what_their_plans_say() -> None:
+@pytest.mark.parametrize("context", [512, 520])  # half a page is left out
+def test_steps_of_the_core_attend_what_their_plans_say(context: int) -> None:
     with torch.inference_mode():
-        runs = dict(step_variants(HostRecipe(**TINY), 512))
+        runs = dict(step_variants(HostRecipe(**TINY), context))
         visible = {}
         for name, run in runs.items():
             run()
@@ -127,6 +128,18 @@ def test_steps_are_left_out_and_named_where_memory_is_short(monkeypatch: pytest.
     assert not [each for each in point["variants"] if each["part"] == "step"]
     (missing,) = point["missing"]
     assert missing.startswith("steps of the core: they need ")
+
+
+@needs_core
+def test_steps_whose_budget_is_too_small_are_left_out_and_named() -> None:
+    (point,) = HostBench(HostRecipe(**TINY | {"index": "none", "budget": 16})).run()
+    assert [each["name"] for each in point["variants"] if each["part"] == "pages"]
+    (missing,) = point["missing"]
+    assert missing.startswith("steps of the core: ")
+
+
+def test_a_context_that_was_not_measured_says_why() -> None:
+    assert point_text({"context": 512, "reason": "memory is short"}) == "512 tokens: memory is short\n"
 
 
 @needs_core
@@ -163,6 +176,14 @@ def test_rounds_take_every_variant_in_turn_and_measure_the_bandwidth_in_each() -
     assert found.bandwidth == [7.0] * 4
     assert len(found.others) == 4
     assert found.document()["bandwidth"] == [7.0] * 4
+
+
+def test_the_second_of_two_runs_is_timed_where_they_follow_each_other() -> None:
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) for name in "ab"}
+    found = cold_rounds(runs, 2, 1 << 10, lambda: 7.0, again="b")
+    assert order == [*"abab", *"abb", *"bba"]
+    assert {name: len(samples) for name, samples in found.seconds.items()} == {"a": 2, "b": 2}
 
 
 def test_medians_leave_out_rounds_in_which_others_worked() -> None:
