@@ -20,8 +20,8 @@ class SketchGroup {
   void set(const float* queries, int group, const SketchFormat& format) {
     words_ = format.words, group_ = group;
     tables_.resize(std::size_t(group) * 8 * words_ * 16);
-    numbers_.resize(std::size_t(group) * 32 * words_);
-    bytes_.assign(std::size_t(group) * bytes_per_query(), 0);
+    numbers_.assign(std::size_t(group) * numbers_per_query(), 0);
+    bytes_.assign(numbers_.size(), 0);
     factors_.assign(std::size_t((group + kSketchQueries - 1) / kSketchQueries), {});
     std::vector<float> padded(std::size_t(32 * words_), 0.0f);
     for (int q = 0; q < group; ++q) {
@@ -35,12 +35,12 @@ class SketchGroup {
   SketchQueries chunk(int first) const {
     const std::size_t q = std::size_t(first);
     const int count = std::min(kSketchQueries, group_ - first);
-    const std::int8_t* const bytes = &bytes_[q * bytes_per_query()];
-    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], bytes, &factors_[q / kSketchQueries], count};
+    const std::size_t at = q * numbers_per_query();
+    return {&tables_[q * 8 * words_ * 16], &numbers_[at], &bytes_[at], &factors_[q / kSketchQueries], count};
   }
 
  private:
-  std::size_t bytes_per_query() const { return 64 * ((std::size_t(words_) + 1) / 2); }
+  std::size_t numbers_per_query() const { return 2 * std::size_t(SketchQueries::half(words_)); }
 
   // Tables of a query, interleaved with those of its chunk -> the number that a step of their values stands for.
   float fill_tables(const float* query, int q) {
@@ -78,8 +78,9 @@ class SketchGroup {
     const float whole = largest > 0 ? 32767 / largest : 0, byte = largest > 0 ? 127 / largest : 0;
     for (int i = 0; i < width; ++i) {
       const float half = query[i] < 0 ? -0.5f : 0.5f;
-      numbers_[std::size_t(q * width + i)] = std::int16_t(query[i] * whole + half);
-      bytes_[std::size_t(q) * bytes_per_query() + std::size_t(i)] = std::int8_t(query[i] * byte + half);
+      const std::size_t at = std::size_t(q) * numbers_per_query() + std::size_t(i % 2 * SketchQueries::half(words_) + i / 2);
+      numbers_[at] = std::int16_t(query[i] * whole + half);
+      bytes_[at] = std::int8_t(query[i] * byte + half);
     }
     SketchFactors& factors = factors_[std::size_t(q / kSketchQueries)];
     factors.sum[q % kSketchQueries] = kLog2E * 2 * step;

@@ -48,7 +48,7 @@ class SketchWriter {
       for (int i = 0; i < dim; ++i) tokens_[std::size_t(i * size + t)] = there_[std::size_t(t)] ? load(vectors + t * dim + i) : 0.0f;
   }
 
-  // Writes the mean of the tokens in 8 bits, and keeps what was written.
+  // Writes the mean of the tokens in 4 bits per channel, and keeps what was written.
   void write_mean(int at, int scale_at, std::uint8_t* row) {
     const int size = format_.page_size;
     float largest = 0.0f;
@@ -62,13 +62,13 @@ class SketchWriter {
       means_[i] = (sums[0] + sums[1] + sums[2] + sums[3]) / float(count_);
       largest = std::max(largest, std::fabs(means_[i]));
     }
-    const std::uint16_t bits = to_half(std::clamp(largest / 127.0f, 5.9604644775390625e-08f, 65504.0f));
+    const std::uint16_t bits = to_half(std::clamp(largest / 7.0f, 5.9604644775390625e-08f, 65504.0f));
     const float scale = from_half(bits);
     std::memcpy(row + scale_at, &bits, 2);
     for (std::size_t i = 0; i < means_.size(); ++i) {
-      const int code = between(std::nearbyint(means_[i] / scale), -127, 127);
-      row[std::size_t(at) + i] = std::uint8_t(code);
-      means_[i] = float(code) * scale;
+      const int whole = between(std::nearbyint(means_[i] / scale), -7, 7);
+      row[std::size_t(at) + i / 2] |= std::uint8_t((whole + 8) << (i % 2 * 4));
+      means_[i] = float(whole) * scale;
     }
   }
 

@@ -74,11 +74,13 @@ struct SketchFactors {
 // At most 4 queries.
 struct SketchQueries {
   const std::uint8_t* tables;    // [words, 2, count, 4, 16] on a cache line, at most 63: of 4 channels each, by the bits of their codes
-  const std::int16_t* numbers;   // [count, 32 * words], for a mean key
-  const std::int8_t* bytes;      // a 258th of numbers, for mean keys; padded with zeros to cache lines
+  const std::int16_t* numbers;   // [count, 2, half], for a mean key: of even channels, then of odd ones
+  const std::int8_t* bytes;      // [count, 2, half], a 258th of numbers, for mean keys
   const SketchFactors* factors;
   int count;
 
+  // Numbers of even or of odd channels, filled up with zeros to cache lines of bytes.
+  static constexpr int half(int words) { return (words + 3) / 4 * 64; }
   // Where the table of nibble n of a code is: bytes of a word in a row, by their lower nibbles first.
   static constexpr int table(int n, int q, int count) { return ((n / 8 * 2 + n % 2) * count + q) * 4 + n % 8 / 2; }
 };

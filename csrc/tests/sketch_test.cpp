@@ -24,11 +24,13 @@ SketchFormat format_of(int bits, int head_dim, int page_size) {
   SketchFormat format{bits, (head_dim + 31) / 32, head_dim, page_size, 0, 0, 0, 0, 0};
   format.factors = 4 * bits * format.words * page_size;
   format.key_mean = format.factors + 2 * page_size;
-  format.scales = format.key_mean + 32 * format.words;
+  format.scales = format.key_mean + 16 * format.words;
   format.value_mean = round_up(format.scales + 4, 32);
-  format.width = round_up(format.value_mean + head_dim, 32);
+  format.width = round_up(format.value_mean + (head_dim + 1) / 2, 32);
   return format;
 }
+
+int mean_of(const std::uint8_t* mean, int channel) { return (mean[channel / 2] >> (channel % 2 * 4) & 15) - 8; }
 
 // Random rows of pages, in exactly their memory: a read behind the last one is an error.
 struct Case {
@@ -57,7 +59,7 @@ struct Case {
     put(row + format.scales, 0x1c00);
     put(row + format.scales + 2, 0x1c00);
     for (int i = format.head_dim; i < 32 * format.words; ++i) {
-      row[format.key_mean + i] = 0;
+      row[format.key_mean + i / 2] &= std::uint8_t(i % 2 == 0 ? 0 : 15);
       for (int token = 0; token < format.bits * format.page_size; ++token)
         row[code_byte(token / format.page_size, i, token % format.page_size)] &= std::uint8_t(~(1u << i % 8));
     }
@@ -78,7 +80,7 @@ struct Case {
       for (int plane = 0; plane < format.bits; ++plane)
         code += (row[code_byte(plane, i, in_page)] >> i % 8 & 1) << (plane + 1);
       product += double(q[i]) * code;
-      mean += double(q[i]) * std::int8_t(row[format.key_mean + i]);
+      mean += double(q[i]) * mean_of(row + format.key_mean, i);
       squares += double(q[i]) * q[i];
     }
     const double factor = from_float16(row + format.factors + 2 * in_page);
@@ -119,7 +121,7 @@ void check_rest(const Case& c, const Chosen& chosen, std::int64_t k, int num_sel
       const double weight = std::exp(c.log_weight(query, c.first + token)), scale = from_float16(row + c.format.scales + 2);
       total += weight;
       for (int i = 0; i < c.format.head_dim; ++i)
-        values[std::size_t(i)] += weight * std::int8_t(row[c.format.value_mean + i]) * scale;
+        values[std::size_t(i)] += weight * mean_of(row + c.format.value_mean, i) * scale;
     }
     if (k == c.count) CHECK(chosen.lse[std::size_t(query)] == -std::numeric_limits<float>::infinity());
     else CHECK(std::fabs(chosen.lse[std::size_t(query)] - std::log(total)) < 0.06);

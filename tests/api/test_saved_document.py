@@ -432,9 +432,10 @@ def test_what_is_no_saved_document_is_refused(llama: Path, path: Path, tmp_path:
 @pytest.mark.parametrize(
     ("written", "remedy"),
     [
-        (4, r"this kvsift reads format 3\. Update kvsift"),
+        (5, r"this kvsift reads format 4\. Update kvsift"),
         (1, r"can end turns\. Read its text again and save it"),
         (2, r"summaries have another layout\. Read its text again and save it"),
+        (3, r"summaries have another layout\. Read its text again and save it"),
     ],
 )
 def test_another_format_is_refused(

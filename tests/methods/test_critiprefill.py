@@ -191,5 +191,5 @@ def test_the_rest_is_estimated_well_where_the_tokens_of_a_block_are_alike() -> N
     for rest in (False, True):
         runner = Runner(Plan(prefill=Rule(CritiPrefill(rest=rest, **SMALL), BUDGET)))
         errors.append(float((runner.feed(tokens)[0] - dense).square().mean() / dense.square().mean()))
-    assert errors[1] < 1e-3 < 0.1 < errors[0], errors  # means are kept in 8 bits
+    assert errors[1] < 1e-2 < 0.1 < errors[0], errors  # means are kept in 4 bits
     assert runner.stats.report()["phases"]["prefill"]["estimated_share"] > 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ from kvsift.native import PooledRows, twins
 from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
 
 # A table of 4 channels has 6 bits: the deviation of an estimate is some 0.03 |q| factor, where the code's own is 0.6.
-SHARE = 0.995  # of the votes of the reference's choice that the core's choice must have
-NEAR = 0.05  # logarithm of a weight
+NEAR = 0.06  # logarithm of a weight; of a choice's votes as much less may be chosen, errors of its tokens being independent
 REST = 0.02  # of the rest's norm, for weights that are not dominated by a few
 
 
@@ -74,7 +74,8 @@ def check(given: Case, k: int, num_selections: int) -> None:
     assert bool((ids.diff(dim=1) > 0).all())
     assert bool(((ids >= 0) & (ids < given.count)).all())
     votes = given.log_weights().softmax(-1).unflatten(0, (num_selections, -1)).sum(1)
-    assert bool((votes.gather(1, ids).sum(1) >= SHARE * votes.gather(1, expected_ids).sum(1)).all())
+    share = math.exp(-NEAR / math.sqrt(max(k, 1)))
+    assert bool((votes.gather(1, ids).sum(1) >= share * votes.gather(1, expected_ids).sum(1)).all())
     if k >= given.count:
         assert torch.equal(ids, expected_ids)
         assert bool((lse == -torch.inf).all())
@@ -223,7 +224,7 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
     calls = (
         (given._replace(first=16), 1, 2, "invalid_value"),
         (given._replace(count=48), 1, 2, "invalid_value"),
-        (given._replace(rows=given.rows[..., :-16]), 1, 2, "invalid_tensor: 576"),
+        (given._replace(rows=given.rows[..., :-16]), 1, 2, "invalid_tensor: 448"),
         (given._replace(rows=given.rows.float()), 1, 2, "invalid_tensor"),
         (given._replace(rows=given.rows[:, ::2]), 1, 2, "invalid_tensor"),
         (given._replace(layout=replace(given.layout, page_size=24)), 1, 2, "invalid_value"),

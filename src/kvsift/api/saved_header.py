@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvsift.errors import DamagedFile, InputError, MissingFile, UnreadableFile, WrongFile
 
-FORMAT = 3  # 1: control tokens that a document spelled could be among its tokens; 2: another layout of sketches
+FORMAT = 4  # 1: control tokens that a document spelled could be among its tokens; 2 and 3: other layouts of sketches
 KEY = "kvsift document"
 START = b'{"__metadata__": {"' + KEY.encode()
 CHECKSUMS = "checksums"

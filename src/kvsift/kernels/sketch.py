@@ -15,12 +15,14 @@ Everything of a row comes from the keys and values of its own page. The bytes of
 |--------------------------------|--------------------------------------------------|
 | bits * words * page_size * 4   | codes uint32 [bit of the code, word, token]      |
 | 2 * page_size, rounded up to 4 | factors of the tokens, float16                   |
-| 32 * words                     | R mean, int8                                     |
+| 16 * words                     | R mean, 4 bits per channel                       |
 | 4                              | scales of the two means, float16                 |
-| head_dim                       | mean value, int8, from a multiple of 32 on       |
+| head_dim / 2, rounded up       | mean value, likewise, from a multiple of 32 on   |
 
 Bit i % 32 of word i // 32, the lowest first, is of channel i. There are ceil(head_dim / 32) words; bits of channels
-beyond head_dim are zero, as is what fills up a row, which ends at a multiple of 32. Tokens are weighed without their
+beyond head_dim are zero, as is what fills up a row, which ends at a multiple of 32. A byte of a mean has two channels,
+the first in its low half: whole numbers of the scale from -7 to 7, written as 1 to 15. A token's code begins where
+its page's mean is as it is written, so that rounding the mean is made up for like any other part of a key. Tokens are weighed without their
 pages' mean values, so these are in sectors of memory of their own.
 """
 
@@ -79,9 +81,9 @@ def _fill(rows: Tensor, layout: SketchLayout, keys: Tensor, values: Tensor, vali
         missing, count = ~valid.unsqueeze(-1), valid.sum(1, keepdim=True)
         keys, values = keys.masked_fill(missing, 0.0), values.masked_fill(missing, 0.0)
     rotated = keys @ random_rotation(head_dim, keys.device)
-    mean_codes, mean_scale = _int8(rotated.sum(2) / count)
-    value_codes, value_scale = _int8(values.sum(2) / count)
-    residual = rotated - (mean_codes.float() * mean_scale.float()).unsqueeze(2)
+    mean_codes, mean_scale = _whole(rotated.sum(2) / count)
+    value_codes, value_scale = _whole(values.sum(2) / count)
+    residual = rotated - (mean_codes * mean_scale.float()).unsqueeze(2)
     if valid is not None:
         residual = residual.masked_fill(missing, 0.0)
     index = _code_index(layout, residual)
@@ -92,16 +94,22 @@ def _fill(rows: Tensor, layout: SketchLayout, keys: Tensor, values: Tensor, vali
     factors = factors.masked_fill(product <= 0, 0.0)  # no residual: every code is right
     rows[..., : layout.factors] = _packed(layout, index)
     rows[..., layout.factors : layout.factors + 2 * page_size] = factors.to(torch.float16).view(torch.uint8)
-    rows[..., layout.key_mean : layout.key_mean + head_dim] = mean_codes.view(torch.uint8)
-    rows[..., layout.value_mean : layout.value_mean + head_dim] = value_codes.view(torch.uint8)
+    for start, mean in (layout.key_mean, mean_codes), (layout.value_mean, value_codes):
+        rows[..., start : start + -(-head_dim // 2)] = _pairs(mean)
     scales = torch.cat([mean_scale, value_scale], -1)
     rows[..., layout.scales : layout.scales + 4] = scales.view(torch.uint8)
 
 
-def _int8(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [.., n] and their scale float16 [.., 1]."""
-    scale = (numbers.abs().amax(-1, keepdim=True) / 127).clamp(2.0**-24, 65504.0).to(torch.float16)
-    return (numbers / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
+def _whole(means: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -7 to 7, float32 [.., n], and their scale float16 [.., 1]."""
+    scale = (means.abs().amax(-1, keepdim=True) / 7).clamp(2.0**-24, 65504.0).to(torch.float16)
+    return (means / scale.float()).round_().clamp_(-7, 7), scale
+
+
+def _pairs(mean: Tensor) -> Tensor:
+    """Whole numbers [.., n] as uint8 [.., ceil(n / 2)]."""
+    halves = pad((mean + 8).to(torch.uint8), (0, mean.shape[-1] % 2)).unflatten(-1, (-1, 2))
+    return halves[..., 0] | halves[..., 1] << 4
 
 
 def _code_index(layout: SketchLayout, residual: Tensor) -> Tensor:
@@ -137,10 +145,15 @@ def unpack_means(rows: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor]:
     """Mean keys, rotated, and mean values of rows, float32 [num_kv_heads, num_pages, head_dim] both."""
     scales = _halves(rows, layout.scales, 2)
     key_means, value_means = (
-        rows[..., start : start + layout.head_dim].view(torch.int8).float() * scales[..., i : i + 1]
+        _whole_numbers(rows[..., start : start + -(-layout.head_dim // 2)], layout.head_dim) * scales[..., i : i + 1]
         for i, start in enumerate((layout.key_mean, layout.value_mean))
     )
     return key_means, value_means
+
+
+def _whole_numbers(pairs: Tensor, count: int) -> Tensor:
+    """What ``_pairs`` wrote, float32 [.., count]."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)[..., :count].float() - 8
 
 
 def _halves(rows: Tensor, start: int, count: int) -> Tensor:

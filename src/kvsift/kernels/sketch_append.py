@@ -65,13 +65,22 @@ def rotated_keys(keys_ptr, rotation_ptr, offsets, valid, D: tl.constexpr, DP: tl
 
 
 @jit
-def int8_codes(numbers):
-    """Whole numbers -127 to 127, float32, and their scale, float16."""
-    scale = tl.div_rn(tl.max(tl.abs(numbers), 0), 127.0)
+def whole_numbers(means):
+    """Whole numbers from -7 to 7, float32, and their scale, float16."""
+    scale = tl.div_rn(tl.max(tl.abs(means), 0), 7.0)
     scale = tl.minimum(tl.maximum(scale, 0.000000059604644775390625), 65504.0).to(tl.float16)
-    codes = tl.div_rn(numbers, scale.to(tl.float32) + tl.zeros_like(numbers))
-    codes = (tl.minimum(tl.maximum(codes, -127.0), 127.0) + ROUNDING) - ROUNDING
-    return codes, scale
+    whole = tl.div_rn(means, scale.to(tl.float32) + tl.zeros_like(means))
+    return (tl.minimum(tl.maximum(whole, -7.0), 7.0) + ROUNDING) - ROUNDING, scale
+
+
+@jit
+def store_pairs(octets_ptr, whole, count, D: tl.constexpr, DP: tl.constexpr):
+    """``count`` bytes of whole numbers, two in each; zeros behind channel D."""
+    channel = tl.arange(0, DP)
+    halves = tl.where(channel < D, whole.to(tl.int32) + 8, 0)
+    low, high = tl.split(tl.reshape(halves, (DP // 2, 2)))
+    pair = tl.arange(0, DP // 2)
+    tl.store(octets_ptr + pair, (low | high << 4).to(tl.int8), mask=pair < count)
 
 
 @jit
@@ -102,9 +111,9 @@ def write_sketch(
         keys *= load_scales(keys_ptr, slot, valid, PAGE, D)[:, None]
     else:
         keys = rotated_keys(keys_ptr, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
-    mean, scale = int8_codes(tl.sum(keys, 0) / count)
+    mean, scale = whole_numbers(tl.sum(keys, 0) / count)
     # the bytes that fill up each part are written too: they are zero
-    tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < SCALES - KEY_MEAN)
+    store_pairs(octets_ptr + start + KEY_MEAN, mean, SCALES - KEY_MEAN, D, DP)
     tl.store(halves_ptr + start // 2 + SCALES // 2, scale)
     residual = tl.where(valid[:, None], keys - (mean * scale.to(tl.float32))[None, :], 0.0)
     index = tl.where(inside, code_index(residual, D, BITS), 0)
@@ -120,8 +129,8 @@ def write_sketch(
     values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     if values_ptr.dtype.element_ty == tl.int8:
         values *= load_scales(values_ptr, slot, valid, PAGE, D)[:, None]
-    mean, scale = int8_codes(tl.sum(values, 0) / count)
-    tl.store(octets_ptr + start + VALUE_MEAN + d, mean.to(tl.int8), mask=d < WIDTH - VALUE_MEAN)
+    mean, scale = whole_numbers(tl.sum(values, 0) / count)
+    store_pairs(octets_ptr + start + VALUE_MEAN, mean, WIDTH - VALUE_MEAN, D, DP)
     tl.store(halves_ptr + start // 2 + SCALES // 2 + 1, scale)
     end = SCALES + 4 + tl.arange(0, 32)
     tl.store(octets_ptr + start + end, tl.zeros((32,), tl.int8), mask=end < VALUE_MEAN)

@@ -22,10 +22,12 @@ def row_starts(table_ptr, head, token, inside, head_bytes, page_bytes, PAGE: tl.
 def load_mean(octets_ptr, halves_ptr, start, inside, MEAN: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
               DP: tl.constexpr):  # fmt: skip
     """A mean vector of the row of each token, [tokens, DP], whose rows begin at bytes ``start``."""
-    d = tl.arange(0, DP)
-    codes = tl.load(octets_ptr + start[:, None] + MEAN + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+    d, pair = tl.arange(0, DP), tl.arange(0, DP // 2)
+    at = octets_ptr + start[:, None] + MEAN + pair[None, :]
+    pairs = tl.load(at, mask=inside[:, None] & (pair < (D + 1) // 2)[None, :], other=0).to(tl.int32)
+    whole = tl.reshape(tl.join(pairs & 15, pairs >> 4 & 15), (start.shape[0], DP)) - 8
     scale = tl.load(halves_ptr + start // 2 + SCALE // 2, mask=inside, other=0.0)
-    return codes.to(tl.float32) * scale.to(tl.float32)[:, None]
+    return tl.where((d < D)[None, :], whole, 0).to(tl.float32) * scale.to(tl.float32)[:, None]
 
 
 @jit

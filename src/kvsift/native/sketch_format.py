@@ -41,7 +41,7 @@ class SketchLayout:
 
     @cached_property
     def scales(self) -> int:
-        return self.key_mean + 32 * self.words
+        return self.key_mean + 16 * self.words
 
     @cached_property
     def value_mean(self) -> int:
@@ -51,7 +51,7 @@ class SketchLayout:
     @cached_property
     def width(self) -> int:
         """Bytes of a row."""
-        return _round_up(self.value_mean + self.head_dim, SECTOR)
+        return _round_up(self.value_mean + -(-self.head_dim // 2), SECTOR)
 
     @cached_property
     def is_read_by_core(self) -> bool:

@@ -12,6 +12,7 @@ constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COA
 constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
 constexpr int OWN_BINS = BINS / THREADS;
 constexpr float NOTHING = -1e30f;             // largest base of no tokens
+constexpr int MEAN_UNIT = 16;                 // of a mean's whole numbers as bytes
 
 struct Arguments {
     const u16 *queries, *keys, *values;
@@ -94,6 +95,11 @@ struct Span {
         return token >= first && token + TILE * SUB <= stop && (tile + 1) * TILE <= count;
     }
 };
+
+// A mean's whole numbers, in MEAN_UNITs: of the first channels of four bytes, or of the second.
+__device__ __forceinline__ u32 mean_bytes(u32 pairs, bool second) {
+    return (second ? pairs & 0xf0f0f0f0u : pairs << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+}
 
 __device__ __forceinline__ float power(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));

@@ -2,12 +2,12 @@
 // bytes, 16 channels by 32 subs by four query heads. Weights are whole numbers of 16 bits, in units of the largest of a
 // query head: columns n and n + 4 have the two bytes of head n.
 
-constexpr int MEANS = 32;  // subs that are multiplied at once
+constexpr int MEANS = 32, SETS = 2;  // subs that are multiplied at once, and how many times as many are read ahead
 constexpr int CHANNELS = D < 128 ? D : 128, HEAD_PASSES = D * HEAD_TILES < 256 ? 2 : 1;  // for which registers have room
 
-// A lane's channels of the mean values of so many subs: as many channels as of values that it attends.
+// A lane's channels of the mean values of MEANS subs: as many channels as of values that it attends.
 struct Means {
-    uint2 rows[8][CHANNELS / 64];
+    u32 rows[8][CHANNELS / 64];  // of eight channels
     __device__ __forceinline__ void load(
         const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows_of_head, int start, int channel
     ) {
@@ -15,17 +15,17 @@ struct Means {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             int there = min(start + lane % 4 * 4 + i % 4 + i / 4 * 16, span.count - 1);
-            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + channel + lane / 4 * 8;
+            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + channel / 2 + lane / 4 * 4;
 #pragma unroll
-            for (int w = 0; w < CHANNELS / 64; ++w) rows[i][w] = *(const uint2 *)(from + w * 64);
+            for (int w = 0; w < CHANNELS / 64; ++w) rows[i][w] = *(const u32 *)(from + w * 32);
         }
     }
 
-    // Of four subs from 4 `four` on, the bytes of each of four channels, channels 4 (word % 2) and on of a lane's eight.
+    // Of four subs from 4 `four` on, the bytes of each of the four pairs of channels of a word.
     __device__ __forceinline__ void transpose(u32 (&to)[4], int word, int four) const {
         u32 x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = word % 2 ? rows[4 * four + i][word / 2].y : rows[4 * four + i][word / 2].x;
+        for (int i = 0; i < 4; ++i) x[i] = rows[4 * four + i][word];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 one = __byte_perm(x[0], x[1], half ? 0x7362 : 0x5140), two = __byte_perm(x[2], x[3], half ? 0x7362 : 0x5140);
@@ -34,10 +34,21 @@ struct Means {
     }
 };
 
+// Mean values of the warp's next subs, from `start` on.
+__device__ __forceinline__ void load_means(
+    Means (&means)[SETS], const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows, int start, int channel
+) {
+#pragma unroll
+    for (int set = 0; set < SETS; ++set)
+        if (start + set * WARPS * MEANS < span.count)
+            means[set].load(a, arrays, span, rows, start + set * WARPS * MEANS, channel);
+}
+
 // This warp's part of the estimate into its softmax, and the sums of its shares into s.rest. ``means`` are the first
 // channels of its first subs.
 __device__ __forceinline__ void add_rest(
-    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means &means, Softmax &softmax
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means (&means)[SETS],
+    Softmax &softmax
 ) {
     constexpr float MOST_WEIGHT = 32512.f;
     int lane = threadIdx.x & 31, warp = warp_number(), group = lane / 4, t = lane % 4, own_head = group % 4;
@@ -83,9 +94,8 @@ __device__ __forceinline__ void add_rest(
             for (int n = 0; n < CHANNELS / 16; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[pass][n][i] = 0;
-        if (part && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, channel);
-#pragma unroll 1
-        for (int start = warp * MEANS; start < span.count;) {
+        if (part) load_means(means, a, arrays, span, rows, warp * MEANS, channel);
+        auto multiply = [&](const Means &of_subs, int start) {
             u32 weights[HEAD_PASSES][2];
 #pragma unroll
             for (int four = 0; four < 2; ++four)
@@ -104,29 +114,35 @@ __device__ __forceinline__ void add_rest(
                     weights[pass][four] = __byte_perm(one, two, 0x5410);
                 }
 #pragma unroll
-            for (int word = 0; word < CHANNELS / 32; ++word) {
+            for (int word = 0; word < CHANNELS / 64; ++word) {
                 u32 x[4], y[4];
-                means.transpose(x, word, 0), means.transpose(y, word, 1);
+                of_subs.transpose(x, word, 0), of_subs.transpose(y, word, 1);
 #pragma unroll
-                for (int pass = 0; pass < HEAD_PASSES; ++pass)
+                for (int pair = 0; pair < 4; ++pair)
 #pragma unroll
-                    for (int c = 0; c < 4; c += 2)
+                    for (int pass = 0; pass < HEAD_PASSES; ++pass)
                         if (first_pass + pass < PASSES)
                             multiply_bytes(
-                                sums[pass][2 * word + c / 2], x[c], x[c + 1], y[c], y[c + 1], weights[pass][0],
-                                weights[pass][1]
+                                sums[pass][4 * word + pair], mean_bytes(x[pair], false), mean_bytes(x[pair], true),
+                                mean_bytes(y[pair], false), mean_bytes(y[pair], true), weights[pass][0], weights[pass][1]
                             );
             }
-            start += WARPS * MEANS;
-            if (start < span.count) means.load(a, arrays, span, rows, start, channel);
-        }
+        };
+#pragma unroll 1
+        for (int first = warp * MEANS; first < span.count; first += SETS * WARPS * MEANS)
+#pragma unroll
+            for (int set = 0; set < SETS; ++set) {
+                int start = first + set * WARPS * MEANS, next = start + SETS * WARPS * MEANS;
+                if (start < span.count) multiply(means[set], start);
+                if (next < span.count) means[set].load(a, arrays, span, rows, next, channel);
+            }
         // Of a tile's two passes, lanes of t below 2 have the high bytes of the first one, the others those of the second.
 #pragma unroll
         for (int pass = first_pass; pass < min(PASSES, first_pass + HEAD_PASSES); ++pass) {
             float unit[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                unit[j] = __shfl_sync(~0u, largest[pass], (2 * t + j) % 4 * 4) * (CODE_UNIT / MOST_WEIGHT);
+                unit[j] = __shfl_sync(~0u, largest[pass], (2 * t + j) % 4 * 4) * (CODE_UNIT / (MOST_WEIGHT * MEAN_UNIT));
 #pragma unroll
             for (int n = 0; n < CHANNELS / 16; ++n)
 #pragma unroll

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     int listed = 0;
     Softmax softmax;
     softmax.clear();
-    Means means;
+    Means means[SETS];
     if (ranks) {
         float top[PASSES], total[PASSES];
 #pragma unroll
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         leave_shares(a, (float *)s.sums, top, total, launch);
         sum_shares(a, s, row, launch);
         leave_bins(a, arrays, s, span, ranked);
-        if (REST && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, 0);
+        if (REST) load_means(means, a, arrays, span, rows, warp * MEANS, 0);
         if (chosen > 0) {
             u32 threshold = find_threshold(a, s, row, chosen, ranked);
             list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, list + first);

@@ -58,12 +58,13 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         for (int i = 0; i < D / 32; ++i) {
             if (i % SHARES != share) continue;
             int whole = __float2int_rn(x[i] * fine), high = (whole + 128) >> 8;
-            s.halves[0][g][i * 32 + lane] = high, s.halves[1][g][i * 32 + lane] = whole - 256 * high;
+            int at = i * 32 + lane / 8 * 8 + lane % 2 * 4 + lane % 8 / 2;  // eight channels as `mean_bytes` has them
+            s.halves[0][g][at] = high, s.halves[1][g][at] = whole - 256 * high;
         }
         sum = __reduce_add_sync(~0u, sum);
         square = warp_sum(square);
         if (lane == 0 && g < G && share == 0) {
-            s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / 32512), s.sum[g] = sum;
+            s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / (32512 * MEAN_UNIT)), s.sum[g] = sum;
             s.noise[g] = square * ERROR * 0.5f * LOG2E;
         }
     }
@@ -89,7 +90,7 @@ struct Weigher {
     struct Loaded {
         uint4 codes[BITS][LAPS][TILE / 2];
         uint2 factors[TILE / 2];
-        uint4 mean[D / 64];
+        u32 mean[D / 32];
         u32 scales;  // of mean key and mean value
     };
     static constexpr bool AHEAD = sizeof(Loaded) <= 400;  // registers have room for the next tile
@@ -120,7 +121,14 @@ struct Weigher {
         }
         const u8 *from = start(tile * TILE + group, own);
 #pragma unroll
-        for (int i = 0; i < D / 64; ++i) to.mean[i] = load_once(from + KEY_MEAN + t * (D / 4) + i * 16, policy);
+        for (int i = 0; i < D / 128; ++i) {
+            uint4 x = load_once(from + KEY_MEAN + t * (D / 8) + i * 16, policy);
+            to.mean[4 * i] = x.x, to.mean[4 * i + 1] = x.y, to.mean[4 * i + 2] = x.z, to.mean[4 * i + 3] = x.w;
+        }
+        if (D == 64) {
+            uint2 x = __ldg((const uint2 *)(from + KEY_MEAN + t * 8));
+            to.mean[0] = x.x, to.mean[1] = x.y;
+        }
         to.scales = __ldg((const u32 *)(from + SCALES));
     }
 
@@ -210,13 +218,13 @@ struct Weigher {
     // Products of mean key number lane / 4 of a tile with query head lane % 4 of a pass, in units of the query's.
     __device__ __forceinline__ float mean_logits(const Loaded &from, const char *queries) const {
         int sums[4] = {0, 0, 0, 0};
-        const u32 *mean = (const u32 *)from.mean;
         const uint4 *q = (const uint4 *)(queries + lane % 4 * (D / 4));
 #pragma unroll
         for (int i = 0; i < STEPS / 2; ++i) {
             uint4 x = q[i];
-            multiply_bytes(sums, mean[4 * i], 0, mean[4 * i + 1], 0, x.x, x.y);
-            multiply_bytes(sums, mean[4 * i + 2], 0, mean[4 * i + 3], 0, x.z, x.w);
+            u32 one = from.mean[2 * i], two = from.mean[2 * i + 1];
+            multiply_bytes(sums, mean_bytes(one, false), 0, mean_bytes(one, true), 0, x.x, x.y);
+            multiply_bytes(sums, mean_bytes(two, false), 0, mean_bytes(two, true), 0, x.z, x.w);
         }
         return (float)(256 * sums[0] + sums[1]) * from_half(from.scales & 0xffff);
     }
