@@ -175,6 +175,8 @@ inline Half f16_of_e4m3(Word byte) {
     float size = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
     return (byte & 127) == 127 ? 0x7fff : to_f16(byte & 128 ? -size : size);
 }
+template <class T>
+void mad_wide_u32(Long &to, Word one, Word other, T *from) { to = Long(one) * other + Long(from); }
 inline void ex2_approx_ftz_f32(float &x) { x = std::exp2(x); }
 inline void cvt_f32_f16(float &to, Half from) { to = from_f16(from); }
 inline void cvt_rn_f16_f32(Half &to, float from) { to = to_f16(from); }
@@ -220,6 +222,15 @@ inline double s8_number(Word bits) { return (signed char)bits; }
 PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, 16, 16, float, f16_number)
 PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, 16, 16, float, bf16_number)
 PRODUCT(mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32, 32, 8, int, s8_number)
+inline void mma_sync_aligned_m8n8k16_row_col_s32_s8_s8_s32(int &s, int &t, Word a, Word b) {
+    int none = 0;
+    multiply<16, 8, int>({&s, &t, &none, &none}, {a, 0, 0, 0}, {b, 0}, s8_number);
+}
+inline void mma_sync_aligned_m16n8k128_row_col_s32_b1_b1_s32_and_popc(
+    int &s, int &t, int &u, int &v, Word a, Word b, Word c
+) {
+    multiply<128, 1, int>({&s, &t, &u, &v}, {a, b, 0, 0}, {c, 0}, [](Word bits) { return int(bits & 1); });
+}
 #define SHORT_PRODUCT(name, number)                                                                             \
     inline void name(float &s, float &t, float &u, float &v, Word a, Word b, Word c) {                           \
         multiply<8, 16, float>({&s, &t, &u, &v}, {a, b, 0, 0}, {c, 0}, number);                                  \

@@ -5,9 +5,10 @@ constexpr int SUB = 16, PAGE_SUBS = PAGE / SUB;
 constexpr int TILE = 8;                       // subs that a warp weighs at a time
 constexpr int STEPS = D / 32;                 // matrix products per mean: of 32 channels each
 constexpr int WORDS = D / 32;                 // of a code of one bit per channel
-constexpr int LAPS = (WORDS + 3) / 4;         // products per bit of a code: of 128 channels each
+constexpr int LAPS = (WORDS + 3) / 4;         // of a code: 128 channels are multiplied at once
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
-constexpr int MOST = 4032;                    // of a query's whole numbers that meet codes: two digits of 6 bits, signed
+constexpr int DIGITS = 4, QUERY_BITS = 2 * DIGITS + 2;  // of a query's whole numbers that meet codes
+constexpr int MOST = (1 << QUERY_BITS - 1) - 1;         // of these numbers
 constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
 constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
 constexpr int OWN_BINS = BINS / THREADS;
@@ -39,7 +40,7 @@ static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sketch
 struct __align__(16) Shared {
     u16 queries[QUERY_NUMBERS];
     char halves[2][PASSES * 4][D];         // rotated queries as whole numbers of 16 bits: high and low byte
-    uint4 digits[2][PASSES * 8][4 * LAPS];  // the same up to MOST, digit by digit, as `place_digits` orders them
+    u32 bits[PASSES * 4][QUERY_BITS][4 * LAPS];  // the same up to MOST, bit by bit
     float unit[G], fine_unit[G];           // of numbers up to MOST and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
     float lse[G];                          // log2 of the sum of all weights
@@ -95,6 +96,13 @@ struct Span {
         return token >= first && token + TILE * SUB <= stop && (tile + 1) * TILE <= count;
     }
 };
+
+// What is at `from` of the first page's row, of another page's, by one instruction: rows are short.
+__device__ __forceinline__ const u8 *of_page(const u8 *from, const Arguments &a, u32 page) {
+    u64 at;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at) : "r"(page), "r"((u32)a.row_page), "l"(from));
+    return (const u8 *)at;
+}
 
 // A mean's whole numbers, in MEAN_UNITs: of the first channels of four bytes, or of the second.
 __device__ __forceinline__ u32 mean_bytes(u32 pairs, bool second) {

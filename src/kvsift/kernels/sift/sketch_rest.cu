@@ -15,7 +15,7 @@ struct Means {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             int there = min(start + lane % 4 * 4 + i % 4 + i / 4 * 16, span.count - 1);
-            const u8 *from = rows_of_head + arrays.pages[there] * a.row_page + VALUE_MEAN + channel / 2 + lane / 4 * 4;
+            const u8 *from = of_page(rows_of_head + VALUE_MEAN + channel / 2 + lane / 4 * 4, a, arrays.pages[there]);
 #pragma unroll
             for (int w = 0; w < CHANNELS / 64; ++w) rows[i][w] = *(const u32 *)(from + w * 32);
         }

@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Span span{first, stop, begin + member * own, ranks ? max(0, min(own, subs - member * own)) : 0};
     Arrays arrays(a, dynamic);
     const u8 *rows = a.rows + head * a.row_head;
-    Weigher weigher{a, arrays, span, rows, a.table + batch * a.max_pages, lane, read_once()};
+    Weigher weigher(a, arrays, span, rows, a.table + batch * a.max_pages);
     Weigher::Loaded loaded;
     bool busy = warp * TILE < span.count;
     int page = 0, next_page = 0;

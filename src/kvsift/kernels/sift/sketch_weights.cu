@@ -1,5 +1,5 @@
-// Weights of tokens as their codes tell them. Codes and mean keys meet the queries as whole numbers of two bytes each, in
-// products of bytes. All products are exact.
+// Weights of tokens as their codes tell them. Codes meet bits of the queries' whole numbers, mean keys their bytes. All
+// products are exact.
 
 __device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -7,29 +7,63 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[4], u32 a0, u32 a1, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Codes of 32 channels become the operands of four products without being unpacked one by one: product m takes bits 2m
-// and 2m + 1 of each byte, the latter where they are, as twos. So digits of even channels are doubled, and all sums are.
-__device__ __forceinline__ void add_products(int (&sums)[4], u32 first, u32 second, const uint4 (&digits)[2]) {
+// The same of 8 rows and 16 bytes.
+__device__ __forceinline__ void multiply_few_bytes(int (&sums)[2], u32 a, u32 b) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+r"(sums[0]), "+r"(sums[1])
+        : "r"(a), "r"(b));
+}
+
+// Adds how many of 128 bits both have, for 16 rows and 8 columns.
+__device__ __forceinline__ void count_common(int (&sums)[4], u32 a0, u32 a1, u32 b) {
+    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
+// What a lane multiplies codes with: bits of the whole numbers of query head lane / 8 of a pass. A column is a digit of
+// two bits, of which the upper one is counted twice; the last two bits have a column each, for the last is the sign.
+struct QueryBits {
+    u32 lower[DIGITS / 2][LAPS], upper[DIGITS / 2][LAPS], last[LAPS];
+
+    __device__ __forceinline__ QueryBits(const Shared &s, int pass) {
+        int lane = threadIdx.x & 31, odd = lane / 4 % 2;
+        const auto &bits = s.bits[pass * 4 + lane / 8];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-        u32 one = first >> 2 * m, two = second >> 2 * m;
-        multiply_bytes(
-            sums, one & 0x01010101u, two & 0x01010101u, one & 0x02020202u, two & 0x02020202u,
-            m % 2 ? digits[m / 2].z : digits[m / 2].x, m % 2 ? digits[m / 2].w : digits[m / 2].y
-        );
+        for (int lap = 0; lap < LAPS; ++lap) {
+            int word = 4 * lap + lane % 4;
+#pragma unroll
+            for (int n = 0; n < DIGITS / 2; ++n)
+                lower[n][lap] = bits[4 * n + 2 * odd][word], upper[n][lap] = bits[4 * n + 2 * odd + 1][word];
+            last[lap] = bits[2 * DIGITS + odd][word];
+        }
     }
-}
 
-// Two digits of a query's whole number, where `add_products` finds that of its channel, 32 word + lane.
-__device__ __forceinline__ void place_digits(Shared &s, int g, int word, int whole) {
-    int bit = threadIdx.x & 31, high = (whole + 32) >> 6, low = whole - 64 * high, factor = 2 - bit % 2;
+    // Sums of query head lane % 4 over the bits that are set in codes lane / 4 of both rows of words, added to 2 `dots`.
+    __device__ __forceinline__ void add_products(int (&dots)[2], const u32 (&first)[LAPS], const u32 (&second)[LAPS]) const {
+        int sums[DIGITS / 2 + 1][4] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        ((char *)&s.digits[bit / 4 % 2][2 * g + half][word])[bit % 4 * 4 + bit / 8] = (half ? low : high) * factor;
-}
+        for (int lap = 0; lap < LAPS; ++lap) {
+#pragma unroll
+            for (int n = 0; n < DIGITS / 2; ++n) {
+                count_common(sums[n], first[lap], second[lap], lower[n][lap]);
+                count_common(sums[n], first[lap], second[lap], upper[n][lap]);
+                count_common(sums[n], first[lap], second[lap], upper[n][lap]);
+            }
+            count_common(sums[DIGITS / 2], first[lap], second[lap], last[lap]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int dot = sums[DIGITS / 2][2 * i] - 2 * sums[DIGITS / 2][2 * i + 1];
+#pragma unroll
+            for (int n = DIGITS / 2 - 1; n >= 0; --n) dot = 16 * dot + (sums[n][2 * i] + 4 * sums[n][2 * i + 1]);
+            dots[i] = 2 * dots[i] + dot;
+        }
+    }
+};
 
-// The queries times the rotation of kernels.sketch, as whole numbers in bytes. Warps that share a query head place a part
-// of them each.
+// The queries times the rotation of kernels.sketch, as whole numbers: bits, and bytes. Warps that share a query head place
+// a part of them each.
 __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, int row) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     constexpr int HEADS = PASSES * 4, SHARES = WARPS >= 4 * HEADS ? 4 : WARPS >= 2 * HEADS ? 2 : 1;
@@ -52,7 +86,14 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         for (int i = 0; i < 4 * LAPS; ++i) {
             int whole = i < D / 32 ? __float2int_rn(x[i % (D / 32)] * coarse) : 0;
             sum += whole;
-            if (i % SHARES == share) place_digits(s, g, i, whole);
+            if (i % SHARES != share) continue;
+            u32 word = 0;
+#pragma unroll
+            for (int bit = 0; bit < QUERY_BITS; ++bit) {
+                u32 all = __ballot_sync(~0u, whole >> bit & 1);
+                word = lane == bit ? all : word;
+            }
+            if (lane < QUERY_BITS) s.bits[g][lane][i] = word;
         }
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -82,10 +123,17 @@ struct Weigher {
     const Arguments &a;
     const Arrays &arrays;
     const Span &span;
-    const u8 *rows;    // of the KV head
-    const int *table;  // of the sequence
+    const int *table;                          // of the sequence
     int lane;
-    u64 policy;        // of what is read once
+    u64 policy;                                // of what is read once
+    const u8 *codes, *factors, *mean, *scales;  // what this lane reads of the KV head's first row
+
+    __device__ __forceinline__ Weigher(const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows, const int *table)
+        : a(a), arrays(arrays), span(span), table(table), lane(threadIdx.x & 31), policy(read_once()) {
+        int t = lane % 4, four = lane / 4 % 4 * 4;  // of the codes, one of four words of four tokens
+        codes = rows + (t % WORDS * PAGE + four) * 4, factors = rows + FACTORS + four * 2;
+        mean = rows + KEY_MEAN + t * (D / 8), scales = rows + SCALES;
+    }
 
     struct Loaded {
         uint4 codes[BITS][LAPS][TILE / 2];
@@ -97,42 +145,39 @@ struct Weigher {
 
     // Physical page of sub lane % 8 of a tile.
     __device__ __forceinline__ int page_of(int tile) const {
-        int sub = min(tile * TILE + lane % TILE, span.count - 1);
+        u32 sub = min(tile * TILE + lane % TILE, span.count - 1);
         return table[(span.begin + sub) / PAGE_SUBS];
     }
 
     __device__ __forceinline__ void load(Loaded &to, int tile, int page) const {
-        int group = lane / 4, t = lane % 4, pages[TILE / 2];
+        int group = lane / 4, pages[TILE / 2];
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i) pages[i] = __shfl_sync(~0u, page, 2 * i + group / 4);
         int own = __shfl_sync(~0u, page, group);  // all before the first load
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i) {
-            int of_tile = 2 * i + group / 4;
-            const u8 *from = start(tile * TILE + of_tile, pages[i]);
-            int token = within(tile * TILE + of_tile) + group % 4 * 4;
+            int token = within(tile * TILE + 2 * i + group / 4);
 #pragma unroll
             for (int bit = 0; bit < BITS; ++bit)
 #pragma unroll
                 for (int lap = 0; lap < LAPS; ++lap)
                     to.codes[bit][lap][i] =
-                        load_once(from + ((bit * WORDS + (4 * lap + t) % WORDS) * PAGE + token) * 4, policy);
-            to.factors[i] = __ldg((const uint2 *)(from + FACTORS + token * 2));
+                        load_once(of_page(codes, a, pages[i]) + ((bit * WORDS + 4 * lap) * PAGE + token) * 4, policy);
+            to.factors[i] = __ldg((const uint2 *)(of_page(factors, a, pages[i]) + token * 2));
         }
-        const u8 *from = start(tile * TILE + group, own);
+        const u8 *from = of_page(mean, a, own);
 #pragma unroll
         for (int i = 0; i < D / 128; ++i) {
-            uint4 x = load_once(from + KEY_MEAN + t * (D / 8) + i * 16, policy);
+            uint4 x = load_once(from + i * 16, policy);
             to.mean[4 * i] = x.x, to.mean[4 * i + 1] = x.y, to.mean[4 * i + 2] = x.z, to.mean[4 * i + 3] = x.w;
         }
         if (D == 64) {
-            uint2 x = __ldg((const uint2 *)(from + KEY_MEAN + t * 8));
+            uint2 x = __ldg((const uint2 *)from);
             to.mean[0] = x.x, to.mean[1] = x.y;
         }
-        to.scales = __ldg((const u32 *)(from + SCALES));
+        to.scales = __ldg((const u32 *)of_page(scales, a, own));
     }
 
-    __device__ __forceinline__ const u8 *start(int, int page) const { return rows + page * a.row_page; }
     // Tokens of the page before a sub.
     __device__ __forceinline__ int within(int sub) const {
         return (span.begin + min(sub, span.count - 1)) % PAGE_SUBS * SUB;
@@ -145,9 +190,10 @@ struct Weigher {
         const Loaded &from, int tile, int pass, const Shared &s, float &top, float &total
     ) const {
         int group = lane / 4, t = lane % 4, g = pass * 4 + t;
-        bool there = g < G;
+        bool there = G % 4 == 0 || g < G;
         float unit = there ? s.unit[g] * LOG2E : 0.f, noise = there ? s.noise[g] : 0.f;
         float offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
+        unit *= 2.f;  // a code is twice its bits, less 1 or 3
         int count = FULL ? TILE : span.count - tile * TILE;  // of subs from here on
         float base = mean_logits(from, s.halves[group % 2][pass * 4 + group / 2]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
         float cap = a.softcap * LOG2E, best = top, bases[TILE / 2];
@@ -159,11 +205,7 @@ struct Weigher {
             if (FULL || 2 * i + group / 4 < count) best = fmaxf(best, CAPPED ? cap * tanhf(bases[i] / cap) : bases[i]);
         }
         total *= power(top - best), top = best;
-        uint4 digits[LAPS][2];
-#pragma unroll
-        for (int lap = 0; lap < LAPS; ++lap)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) digits[lap][i] = s.digits[i][pass * 8 + group][4 * lap + t];
+        QueryBits query(s, pass);
 #pragma unroll
         for (int pair = 0; pair < TILE / 4; ++pair) {
             float weights[2][4];
@@ -172,14 +214,13 @@ struct Weigher {
                 int dots[2] = {0, 0};
 #pragma unroll
                 for (int bit = BITS - 1; bit >= 0; --bit) {
-                    int sums[4] = {0, 0, 0, 0};
+                    u32 first[LAPS], second[LAPS];
 #pragma unroll
                     for (int lap = 0; lap < LAPS; ++lap) {
                         const uint4 *codes = from.codes[bit][lap] + 2 * pair;
-                        add_products(sums, ((const u32 *)codes)[j], ((const u32 *)(codes + 1))[j], digits[lap]);
+                        first[lap] = ((const u32 *)codes)[j], second[lap] = ((const u32 *)(codes + 1))[j];
                     }
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) dots[i] = 2 * dots[i] + (64 * sums[2 * i] + sums[2 * i + 1]);
+                    query.add_products(dots, first, second);
                 }
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -208,7 +249,7 @@ struct Weigher {
                 float sum = weights[half][0] + weights[half][1] + (weights[half][2] + weights[half][3]);
                 if (FULL || of_tile < count) total += sum * power(start - top);
                 if (there && of_tile < count)
-                    *(uint2 *)(arrays.weights + (sub * G + slot(sub, g)) * SUB + group % 4 * 4) = make_uint2(
+                    *(uint2 *)(arrays.weights + (sub * G + slot(of_tile, g)) * SUB + group % 4 * 4) = make_uint2(
                         to_bfloat2(weights[half][0], weights[half][1]), to_bfloat2(weights[half][2], weights[half][3])
                     );
             }
@@ -217,14 +258,14 @@ struct Weigher {
 
     // Products of mean key number lane / 4 of a tile with query head lane % 4 of a pass, in units of the query's.
     __device__ __forceinline__ float mean_logits(const Loaded &from, const char *queries) const {
-        int sums[4] = {0, 0, 0, 0};
+        int sums[2] = {0, 0};
         const uint4 *q = (const uint4 *)(queries + lane % 4 * (D / 4));
 #pragma unroll
         for (int i = 0; i < STEPS / 2; ++i) {
             uint4 x = q[i];
             u32 one = from.mean[2 * i], two = from.mean[2 * i + 1];
-            multiply_bytes(sums, mean_bytes(one, false), 0, mean_bytes(one, true), 0, x.x, x.y);
-            multiply_bytes(sums, mean_bytes(two, false), 0, mean_bytes(two, true), 0, x.z, x.w);
+            multiply_few_bytes(sums, mean_bytes(one, false), x.x), multiply_few_bytes(sums, mean_bytes(one, true), x.y);
+            multiply_few_bytes(sums, mean_bytes(two, false), x.z), multiply_few_bytes(sums, mean_bytes(two, true), x.w);
         }
         return (float)(256 * sums[0] + sums[1]) * from_half(from.scales & 0xffff);
     }
