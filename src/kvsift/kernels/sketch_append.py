@@ -81,6 +81,8 @@ def store_pairs(octets_ptr, whole, count, D: tl.constexpr, DP: tl.constexpr):
     low, high = tl.split(tl.reshape(halves, (DP // 2, 2)))
     pair = tl.arange(0, DP // 2)
     tl.store(octets_ptr + pair, (low | high << 4).to(tl.int8), mask=pair < count)
+    behind = DP // 2 + tl.arange(0, 32)
+    tl.store(octets_ptr + behind, tl.zeros((32,), tl.int8), mask=behind < count)
 
 
 @jit

@@ -7,8 +7,7 @@ constexpr int STEPS = D / 32;                 // matrix products per mean: of 32
 constexpr int WORDS = D / 32;                 // of a code of one bit per channel
 constexpr int LAPS = (WORDS + 3) / 4;         // of a code: 128 channels are multiplied at once
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
-constexpr int DIGITS = 4, QUERY_BITS = 2 * DIGITS + 2;  // of a query's whole numbers that meet codes
-constexpr int MOST = (1 << QUERY_BITS - 1) - 1;         // of these numbers
+constexpr int QUERY_BITS = 7, MOST = 63;      // of a query's whole numbers that meet codes (kernels.sketch)
 constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
 constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
 constexpr int OWN_BINS = BINS / THREADS;
@@ -40,7 +39,7 @@ static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sketch
 struct __align__(16) Shared {
     u16 queries[QUERY_NUMBERS];
     char halves[2][PASSES * 4][D];         // rotated queries as whole numbers of 16 bits: high and low byte
-    u32 bits[PASSES * 4][QUERY_BITS][4 * LAPS];  // the same up to MOST, bit by bit
+    u32 bits[PASSES * 4][QUERY_BITS + 1][4 * LAPS];  // the same up to MOST, bit by bit, and zeros
     float unit[G], fine_unit[G];           // of numbers up to MOST and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
     float lse[G];                          // log2 of the sum of all weights

@@ -100,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Arrays arrays(a, dynamic);
     const u8 *rows = a.rows + head * a.row_head;
     Weigher weigher(a, arrays, span, rows, a.table + batch * a.max_pages);
-    Weigher::Loaded loaded;
+    Weigher::Loaded loaded[2];
     bool busy = warp * TILE < span.count;
     int page = 0, next_page = 0;
     if (busy) {
         page = weigher.page_of(warp), next_page = weigher.page_of(warp + WARPS);
-        weigher.load(loaded, warp, page);
+        weigher.load(loaded[0], warp, page);
     }
     for (int i = thread; i < BINS / 4; i += THREADS) ((uint4 *)arrays.bins)[i] = make_uint4(0, 0, 0, 0);
     // What is above does not depend on the kernel before, what is below may.
@@ -126,20 +126,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         float top[PASSES], total[PASSES];
 #pragma unroll
         for (int pass = 0; pass < PASSES; ++pass) top[pass] = NOTHING, total[pass] = 0.f;
-        for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
-            if (lane < TILE && tile * TILE + lane < span.count) arrays.pages[tile * TILE + lane] = page;
-            if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(loaded.scales >> 16);
-            // Without a condition: else the compiler waits for what is loaded at once, to move it.
-            Weigher::Loaded next;
+        auto weigh = [&](Weigher::Loaded &now, Weigher::Loaded &next, int tile) {
+            if (lane < TILE) arrays.pages[tile * TILE + lane] = page;
+            if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(now.scales >> 16);
             page = next_page, next_page = weigher.page_of(tile + 2 * WARPS);
             if (Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
+            weigher.hide(now, tile);
 #pragma unroll 1  // else operands of one pass are kept for the next, in local memory
-            for (int pass = 0; pass < PASSES; ++pass) {
-                if (span.inside(tile)) weigher.weigh<true>(loaded, tile, pass, s, top[pass], total[pass]);
-                else weigher.weigh<false>(loaded, tile, pass, s, top[pass], total[pass]);
-            }
-            if (Weigher::AHEAD) loaded = next;
-            else if ((tile + WARPS) * TILE < span.count) weigher.load(loaded, tile + WARPS, page);
+            for (int pass = 0; pass < PASSES; ++pass) weigher.weigh(now, tile, pass, s, top[pass], total[pass]);
+            if (!Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
+        };
+        for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
+            weigh(loaded[0], loaded[Weigher::AHEAD], tile);
+            if (!Weigher::AHEAD) continue;
+            tile += WARPS;
+            if (tile * TILE < span.count) weigh(loaded[1], loaded[0], tile);
         }
         leave_shares(a, (float *)s.sums, top, total, launch);
         sum_shares(a, s, row, launch);

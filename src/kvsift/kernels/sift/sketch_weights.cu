@@ -22,42 +22,37 @@ __device__ __forceinline__ void count_common(int (&sums)[4], u32 a0, u32 a1, u32
 }
 
 // What a lane multiplies codes with: bits of the whole numbers of query head lane / 8 of a pass. A column is a digit of
-// two bits, of which the upper one is counted twice; the last two bits have a column each, for the last is the sign.
+// two bits, of which the upper one is counted twice; the last one is the sign.
 struct QueryBits {
-    u32 lower[DIGITS / 2][LAPS], upper[DIGITS / 2][LAPS], last[LAPS];
+    u32 lower[2][LAPS], upper[2][LAPS];
 
     __device__ __forceinline__ QueryBits(const Shared &s, int pass) {
         int lane = threadIdx.x & 31, odd = lane / 4 % 2;
         const auto &bits = s.bits[pass * 4 + lane / 8];
 #pragma unroll
-        for (int lap = 0; lap < LAPS; ++lap) {
-            int word = 4 * lap + lane % 4;
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int n = 0; n < DIGITS / 2; ++n)
-                lower[n][lap] = bits[4 * n + 2 * odd][word], upper[n][lap] = bits[4 * n + 2 * odd + 1][word];
-            last[lap] = bits[2 * DIGITS + odd][word];
-        }
+            for (int lap = 0; lap < LAPS; ++lap) {
+                int word = 4 * lap + lane % 4, first = 4 * n + 2 * odd;
+                lower[n][lap] = bits[first][word], upper[n][lap] = bits[first + 1][word];
+            }
     }
 
-    // Sums of query head lane % 4 over the bits that are set in codes lane / 4 of both rows of words, added to 2 `dots`.
-    __device__ __forceinline__ void add_products(int (&dots)[2], const u32 (&first)[LAPS], const u32 (&second)[LAPS]) const {
-        int sums[DIGITS / 2 + 1][4] = {};
+    // Sums of query head lane % 4 over the bits that are set in two codes of each of eight lanes / 4, added to 2 `dots`.
+    __device__ __forceinline__ void add_products(int (&dots)[2], const u32 (&codes)[LAPS][2]) const {
+        int sums[2][4] = {};
 #pragma unroll
-        for (int lap = 0; lap < LAPS; ++lap) {
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
-            for (int n = 0; n < DIGITS / 2; ++n) {
-                count_common(sums[n], first[lap], second[lap], lower[n][lap]);
-                count_common(sums[n], first[lap], second[lap], upper[n][lap]);
-                count_common(sums[n], first[lap], second[lap], upper[n][lap]);
+            for (int lap = 0; lap < LAPS; ++lap) {
+                count_common(sums[n], codes[lap][0], codes[lap][1], lower[n][lap]);
+                count_common(sums[n], codes[lap][0], codes[lap][1], upper[n][lap]);
+                count_common(sums[n], codes[lap][0], codes[lap][1], upper[n][lap]);
             }
-            count_common(sums[DIGITS / 2], first[lap], second[lap], last[lap]);
-        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int dot = sums[DIGITS / 2][2 * i] - 2 * sums[DIGITS / 2][2 * i + 1];
-#pragma unroll
-            for (int n = DIGITS / 2 - 1; n >= 0; --n) dot = 16 * dot + (sums[n][2 * i] + 4 * sums[n][2 * i + 1]);
-            dots[i] = 2 * dots[i] + dot;
+            int high = sums[1][2 * i] - 4 * sums[1][2 * i + 1], low = sums[0][2 * i] + 4 * sums[0][2 * i + 1];
+            dots[i] = 2 * dots[i] + (16 * high + low);
         }
     }
 };
@@ -93,7 +88,7 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
                 u32 all = __ballot_sync(~0u, whole >> bit & 1);
                 word = lane == bit ? all : word;
             }
-            if (lane < QUERY_BITS) s.bits[g][lane][i] = word;
+            if (lane <= QUERY_BITS) s.bits[g][lane][i] = word;
         }
 #pragma unroll
         for (int i = 0; i < D / 32; ++i) {
@@ -106,7 +101,7 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
         square = warp_sum(square);
         if (lane == 0 && g < G && share == 0) {
             s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / (32512 * MEAN_UNIT)), s.sum[g] = sum;
-            s.noise[g] = square * ERROR * 0.5f * LOG2E;
+            s.noise[g] = fmaxf(square * ERROR * 0.5f * LOG2E, 1e-30f);  // infinite where a factor is
         }
     }
 }
@@ -178,14 +173,28 @@ struct Weigher {
         to.scales = __ldg((const u32 *)of_page(scales, a, own));
     }
 
+    // Tokens that may not be chosen get an infinite factor, and so no weight.
+    __device__ __forceinline__ void hide(Loaded &of, int tile) const {
+        if (span.inside(tile)) return;
+        int group = lane / 4;
+#pragma unroll
+        for (int i = 0; i < TILE / 2; ++i) {
+            int sub = tile * TILE + 2 * i + group / 4;
+            u32 hidden = ~(sub < span.count ? span.candidates((span.begin + sub) * SUB + group % 4 * 4) : 0);
+            auto hide = [](u32 pair, u32 which) {
+                return which & 1 ? which & 2 ? 0x7c007c00u : pair & 0xffff0000u | 0x7c00u : which & 2 ? pair & 0xffffu | 0x7c000000u : pair;
+            };
+            of.factors[i] = make_uint2(hide(of.factors[i].x, hidden), hide(of.factors[i].y, hidden >> 2));
+        }
+    }
+
     // Tokens of the page before a sub.
     __device__ __forceinline__ int within(int sub) const {
         return (span.begin + min(sub, span.count - 1)) % PAGE_SUBS * SUB;
     }
 
     // Weighs the query heads of a pass; the largest base and the sum of weights over it of this lane in `top`, `total`.
-    // Full tiles have no token that may not be chosen.
-    template <bool FULL>
+    // Behind the last sub the last one is weighed again, and hidden.
     __device__ __forceinline__ void weigh(
         const Loaded &from, int tile, int pass, const Shared &s, float &top, float &total
     ) const {
@@ -194,65 +203,53 @@ struct Weigher {
         float unit = there ? s.unit[g] * LOG2E : 0.f, noise = there ? s.noise[g] : 0.f;
         float offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
         unit *= 2.f;  // a code is twice its bits, less 1 or 3
-        int count = FULL ? TILE : span.count - tile * TILE;  // of subs from here on
         float base = mean_logits(from, s.halves[group % 2][pass * 4 + group / 2]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
-        float cap = a.softcap * LOG2E, best = top, bases[TILE / 2];
-        int sub = tile * TILE + group;
-        if (there && group < count) arrays.bases[sub * G + g] = CAPPED ? cap * tanhf(base / cap) : base;
+        float cap = a.softcap * LOG2E, best = top, bases[TILE / 2], uncapped[TILE / 2];
+#pragma unroll
+        for (int i = 0; CAPPED && i < TILE / 2; ++i) uncapped[i] = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
+        if (CAPPED) base = cap * tanhf(base / cap);
+        if (there) arrays.bases[(tile * TILE + group) * G + g] = base;
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i) {
             bases[i] = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
-            if (FULL || 2 * i + group / 4 < count) best = fmaxf(best, CAPPED ? cap * tanhf(bases[i] / cap) : bases[i]);
+            best = fmaxf(best, bases[i]);
         }
         total *= power(top - best), top = best;
         QueryBits query(s, pass);
+        u16 *own = arrays.weights + (tile * TILE + group / 4) * G * SUB + group % 4 * 4;
 #pragma unroll
-        for (int pair = 0; pair < TILE / 4; ++pair) {
-            float weights[2][4];
+        for (int i = 0; i < TILE / 2; ++i) {
+            float weights[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < 4; j += 2) {  // neighbours, which lie in neighbouring registers
                 int dots[2] = {0, 0};
 #pragma unroll
                 for (int bit = BITS - 1; bit >= 0; --bit) {
-                    u32 first[LAPS], second[LAPS];
+                    u32 codes[LAPS][2];
 #pragma unroll
                     for (int lap = 0; lap < LAPS; ++lap) {
-                        const uint4 *codes = from.codes[bit][lap] + 2 * pair;
-                        first[lap] = ((const u32 *)codes)[j], second[lap] = ((const u32 *)(codes + 1))[j];
+                        const uint4 &four = from.codes[bit][lap][i];
+                        codes[lap][0] = j ? four.z : four.x, codes[lap][1] = j ? four.w : four.y;
                     }
-                    query.add_products(dots, first, second);
+                    query.add_products(dots, codes);
                 }
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    u32 pairs = j < 2 ? from.factors[2 * pair + half].x : from.factors[2 * pair + half].y;
-                    float f = from_half(j % 2 ? pairs >> 16 : pairs & 0xffff);
-                    float product = fmaf((float)dots[half], unit, offset);
+                for (int k = 0; k < 2; ++k) {
+                    u32 pair = j ? from.factors[i].y : from.factors[i].x;
+                    float f = from_half(k ? pair >> 16 : pair & 0xffff), product = fmaf((float)dots[k], unit, offset);
                     if (CAPPED) {
-                        float start = bases[2 * pair + half];
-                        product = cap * (tanhf((start + f * product) / cap) - tanhf(start / cap));
+                        product = cap * tanhf((uncapped[i] + f * product) / cap) - bases[i];
+                        product = f > 65504.f ? NEGATIVE_INFINITY : product;
                     } else {
                         product = f * fmaf(-noise, f, product);
                     }
-                    weights[half][j] = power(product);
+                    weights[j + k] = power(product);
                 }
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                int i = 2 * pair + half, of_tile = 2 * i + group / 4;
-                sub = tile * TILE + of_tile;
-                if (!FULL) {
-                    u32 candidates = of_tile < count ? span.candidates((span.begin + sub) * SUB + group % 4 * 4) : 0;
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) weights[half][j] = candidates >> j & 1 ? weights[half][j] : 0.f;
-                }
-                float start = CAPPED ? cap * tanhf(bases[i] / cap) : bases[i];
-                float sum = weights[half][0] + weights[half][1] + (weights[half][2] + weights[half][3]);
-                if (FULL || of_tile < count) total += sum * power(start - top);
-                if (there && of_tile < count)
-                    *(uint2 *)(arrays.weights + (sub * G + slot(of_tile, g)) * SUB + group % 4 * 4) = make_uint2(
-                        to_bfloat2(weights[half][0], weights[half][1]), to_bfloat2(weights[half][2], weights[half][3])
-                    );
-            }
+            total += (weights[0] + weights[1] + (weights[2] + weights[3])) * power(bases[i] - top);
+            if (there)
+                *(uint2 *)(own + (2 * i * G + slot(2 * i + group / 4, g)) * SUB) =
+                    make_uint2(to_bfloat2(weights[0], weights[1]), to_bfloat2(weights[2], weights[3]));
         }
     }
 
