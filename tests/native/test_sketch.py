@@ -17,7 +17,7 @@ from kvsift.native import PooledRows, twins
 from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
 
 # A table of 4 channels has 6 bits: the deviation of an estimate is some 0.03 |q| factor, where the code's own is 0.6.
-NEAR = 0.06  # logarithm of a weight; of a choice's votes as much less may be chosen, errors of its tokens being independent
+NEAR = 0.06  # logarithm of a weight; of the votes of many chosen tokens less, since their errors are independent
 REST = 0.02  # of the rest's norm, for weights that are not dominated by a few
 
 

@@ -22,8 +22,8 @@ Everything of a row comes from the keys and values of its own page. The bytes of
 
 Bit i % 32 of word i // 32, the lowest first, is of channel i. There are ceil(head_dim / 32) words; bits of channels
 beyond head_dim are zero, as is what fills up a row, which ends at a multiple of 32. A byte of a mean has two channels,
-the first in its low half: whole numbers of the scale from -7 to 7, written as 1 to 15. A token's code begins where
-its page's mean is as it is written, so that rounding the mean is made up for like any other part of a key. Tokens are weighed without their
+the first in its low half: whole numbers of the scale from -7 to 7, written as 1 to 15. Codes are of what a key differs
+by from its page's mean as it is written, so that they make up for its rounding too. Tokens are weighed without their
 pages' mean values, so these are in sectors of memory of their own.
 """
 

@@ -22,12 +22,12 @@ def row_starts(table_ptr, head, token, inside, head_bytes, page_bytes, PAGE: tl.
 def load_mean(octets_ptr, halves_ptr, start, inside, MEAN: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
               DP: tl.constexpr):  # fmt: skip
     """A mean vector of the row of each token, [tokens, DP], whose rows begin at bytes ``start``."""
-    d, pair = tl.arange(0, DP), tl.arange(0, DP // 2)
-    at = octets_ptr + start[:, None] + MEAN + pair[None, :]
-    pairs = tl.load(at, mask=inside[:, None] & (pair < (D + 1) // 2)[None, :], other=0).to(tl.int32)
-    whole = tl.reshape(tl.join(pairs & 15, pairs >> 4 & 15), (start.shape[0], DP)) - 8
+    d = tl.arange(0, DP)
+    at, there = octets_ptr + start[:, None] + MEAN + (d // 2)[None, :], inside[:, None] & (d < D)[None, :]
+    pairs = tl.load(at, mask=there, other=0).to(tl.int32)
+    whole = tl.where(there, (pairs >> (d % 2 * 4)[None, :] & 15) - 8, 0)
     scale = tl.load(halves_ptr + start // 2 + SCALE // 2, mask=inside, other=0.0)
-    return tl.where((d < D)[None, :], whole, 0).to(tl.float32) * scale.to(tl.float32)[:, None]
+    return whole.to(tl.float32) * scale.to(tl.float32)[:, None]
 
 
 @jit
@@ -51,8 +51,8 @@ def scaled_codes(
 
 @jit
 def weights_kernel(
-    q_ptr, rounded_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes, page_bytes,
-    max_pages, num_chunks, softcap, error,
+    q_ptr, rounded_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes,
+    page_bytes, max_pages, num_chunks, softcap, error,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, CAPPED: tl.constexpr,
@@ -66,8 +66,8 @@ def weights_kernel(
         return
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     row = (batch * tl.num_programs(1) + head) * G + g
-    at, there = row[:, None] * D + d[None, :], (g < G)[:, None] & (d < D)[None, :]
-    q, rounded = tl.load(q_ptr + at, mask=there, other=0.0), tl.load(rounded_ptr + at, mask=there, other=0.0)
+    numbers, there = row[:, None] * D + d[None, :], (g < G)[:, None] & (d < D)[None, :]
+    q, rounded = tl.load(q_ptr + numbers, mask=there, other=0.0), tl.load(rounded_ptr + numbers, mask=there, other=0.0)
     noise = tl.sum(q * q, 1) * error * 0.5
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
     for offset in range(begin, end, TILE):
