@@ -97,7 +97,7 @@ def test_a_step_by_sketches_is_near_dense_attention_and_nearer_than_its_tokens_a
 @needs_core
 def test_floors_of_sketches_count_rows_and_selected_tokens(layer: AttentionInputs) -> None:
     found = {each.name: each.num_bytes for each in sketch_variants(layer, 24)}
-    rows, selected = {"sketch1": 192, "sketch2": 256}, 2 * 2 * 24 * 32 * 4  # bytes of a page of 16 tokens, 32 channels
+    rows, selected = {"sketch1": 160, "sketch2": 224}, 2 * 2 * 24 * 32 * 4  # bytes of a page of 16 tokens, 32 channels
     assert found == {
         name.format(kind): 2 * 32 * width + more
         for kind, width in rows.items()
