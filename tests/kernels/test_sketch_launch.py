@@ -12,7 +12,16 @@ from torch import Tensor
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.merge import merge_reference, with_sink_logit
 from kvsift.kernels.page_attention import listed_tokens, masked_part
-from kvsift.kernels.sketch import SketchLayout, estimated_rest, log_weights, sketch_rows, unpack
+from kvsift.kernels.sketch import (
+    SketchLayout,
+    Unpacked,
+    estimated_logits,
+    estimated_rest,
+    log_weights,
+    random_rotation,
+    sketch_rows,
+    unpack,
+)
 from kvsift.kernels.sketch_attention import sketch_attention_reference
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
@@ -23,6 +32,17 @@ pytestmark = [pytest.mark.gpu, needs_nvrtc]
 VALUES = [(1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16), (1, torch.float16)]  # bits, dtype
 BIN = 2.0 ** (1 / 64)  # votes are told apart by bins of 1/128 octave, and weights are rounded
 LEAST = 2.0**-28  # votes below are all alike
+
+
+def rounded_log_weights(queries: Tensor, rows: Unpacked, bits: int, softcap: float | None) -> Tensor:
+    """``log_weights`` of one query per head, rounded to whole numbers of 7 bits where it meets codes."""
+    rotated = queries @ random_rotation(queries.shape[2], queries.device)
+    step = (rotated.abs().amax(-1, keepdim=True) / 63).clamp_min(1e-30)
+    missed = ((rotated / step).round() * step - rotated).unflatten(0, (len(rows.codes), -1)).flatten(1, 2)
+    more = ((missed @ rows.codes.mT) * rows.factors.unsqueeze(1)).flatten(0, 1)
+    if softcap is None:
+        return log_weights(queries, rows, bits, None)[:, 0] + more
+    return softcap * torch.tanh((estimated_logits(queries, rows, bits)[0][:, 0] + more) / softcap)
 
 
 def answer(
@@ -40,7 +60,7 @@ def answer(
             unpack(case.rows[:, pages], SketchLayout(case.bits, kv.head_dim, kv.page_size)),
             first % kv.page_size,
         )
-        weights = log_weights(case.queries[row, :, None].float() * scale, unpacked, case.bits, softcap)[:, 0]
+        weights = rounded_log_weights(case.queries[row, :, None].float() * scale, unpacked, case.bits, softcap)
         weights = weights[:, skipped : skipped + stop - first]
         votes = (weights - weights.logsumexp(-1, keepdim=True)).exp().unflatten(0, (kv.num_kv_heads, -1)).sum(1)
         if rest and chosen < stop - first:

@@ -4,11 +4,12 @@ With R a rotation, mean the page's mean key and x = R (k - mean) the rotated res
 
     code  c  = odd integers from -(2^bits - 1) to 2^bits - 1, x rounded in steps of |x| / sqrt(head_dim)
     factor f = |x|^2 / <x, c>
-    estimate = f <r, c> + <R q, R mean>, where r is R q in whole numbers of its largest size / 63
+    estimate = f <R q, c> + <R q, R mean>
 
-The estimate is unbiased over rotations (RaBitQ, arXiv 2405.12497, for one bit, which rounds queries too). Its error has
-the variance |q|^2 f^2 ERROR[bits], which an estimated exponential makes up for: E[exp(l + e)] = exp(l + variance / 2).
-Rounding R q adds about a 2,000th of that.
+The estimate is unbiased over rotations (RaBitQ, arXiv 2405.12497, for one bit). Its error has the variance
+|q|^2 f^2 ERROR[bits], which an estimated exponential makes up for: E[exp(l + e)] = exp(l + variance / 2). As there,
+queries may be rounded where they meet codes: the single launch takes R q in steps of its largest size / 63, which adds
+about a 2,000th to the variance, the compiled core sums of four channels in steps of a 63rd.
 
 Everything of a row comes from the keys and values of its own page. The bytes of a row, all offsets multiples of four:
 
@@ -161,12 +162,6 @@ def _halves(rows: Tensor, start: int, count: int) -> Tensor:
     return rows[..., start : start + 2 * count].contiguous().view(torch.float16).float()
 
 
-def rounded(rotated: Tensor) -> Tensor:
-    """Rotated queries [.., head_dim] as they meet codes."""
-    step = (rotated.abs().amax(-1, keepdim=True) / 63).clamp_min(torch.finfo(torch.float32).tiny)
-    return (rotated / step).round_() * step
-
-
 def estimated_logits(queries: Tensor, rows: Unpacked, bits: int) -> tuple[Tensor, Tensor]:
     """Estimated logits and the variance of their errors, both float32 [num_query_heads, num_queries, num_tokens].
 
@@ -176,7 +171,7 @@ def estimated_logits(queries: Tensor, rows: Unpacked, bits: int) -> tuple[Tensor
     rotated = queries.float() @ random_rotation(head_dim, queries.device)
     rotated = rotated.unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
     page_size = num_tokens // max(rows.key_means.shape[1], 1)
-    logits = (rounded(rotated) @ rows.codes.mT) * rows.factors.unsqueeze(1)
+    logits = (rotated @ rows.codes.mT) * rows.factors.unsqueeze(1)
     logits += (rotated @ rows.key_means.mT).repeat_interleave(page_size, -1)
     size = rotated.square().sum(-1, keepdim=True) * ERROR[bits]
     variance = size * rows.factors.square().unsqueeze(1)

@@ -26,15 +26,7 @@ from kvsift.kernels.page_attention import (
     split_count,
 )
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.sketch import (
-    ERROR,
-    SketchLayout,
-    estimated_rest,
-    log_weights,
-    random_rotation,
-    rounded,
-    unpack,
-)
+from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, random_rotation, unpack
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
@@ -163,10 +155,10 @@ def _weigh(
     partials = rotated.new_empty(batch, num_query_heads, num_chunks, 2)
     scores = rotated.new_empty(batch, heads, max_tokens)
     twins.weights_kernel[num_chunks, heads, batch](
-        rotated, rounded(rotated), rows.view(torch.int32), rows.view(torch.float16), rows.view(torch.int8), kv.table,
-        spans, weights, partials, *rows.stride()[:2], max_pages, num_chunks, logit_factors(1.0, softcap)[1],
-        ERROR[bits], **_constants(layout, group), BITS=bits, WORDS=layout.words, FACTORS=layout.factors,
-        MEAN=layout.key_mean, SCALES=layout.scales, CHUNK=CHUNK, CAPPED=softcap is not None, num_warps=4,
+        rotated, rows.view(torch.int32), rows.view(torch.float16), rows.view(torch.int8), kv.table, spans, weights,
+        partials, *rows.stride()[:2], max_pages, num_chunks, logit_factors(1.0, softcap)[1], ERROR[bits],
+        **_constants(layout, group), BITS=bits, WORDS=layout.words, FACTORS=layout.factors, MEAN=layout.key_mean,
+        SCALES=layout.scales, CHUNK=CHUNK, CAPPED=softcap is not None, num_warps=4,
     )  # fmt: skip
     twins.votes_kernel[triton.cdiv(max_tokens, VOTES), heads, batch](
         weights, partials, spans, scores, max_tokens, num_chunks, G=group, CHUNK=CHUNK,

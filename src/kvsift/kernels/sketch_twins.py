@@ -31,11 +31,12 @@ def load_mean(octets_ptr, halves_ptr, start, inside, MEAN: tl.constexpr, SCALE: 
 
 
 @jit
-def scaled_codes(
-    words_ptr, halves_ptr, start, slot, inside, BITS: tl.constexpr, PAGE: tl.constexpr, WORDS: tl.constexpr,
-    FACTORS: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+def estimated_keys(
+    words_ptr, halves_ptr, octets_ptr, start, slot, inside, BITS: tl.constexpr, PAGE: tl.constexpr, WORDS: tl.constexpr,
+    FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of tokens of the row that begins at byte ``start`` times their factors, [TILE, DP], and the factors."""
+    """Rotated keys as the row that begins at byte ``start`` codes them, [TILE, DP], and factors of their codes."""
     word = tl.arange(0, DP // 32)
     mask = inside[:, None] & (word < WORDS)[None, :]
     index = tl.zeros((TILE, DP), tl.int32)
@@ -46,19 +47,18 @@ def scaled_codes(
         index += tl.reshape(channels, (TILE, DP)) << bit
     codes = (2 * index - ((1 << BITS) - 1)).to(tl.float32)
     factors = tl.load(halves_ptr + start // 2 + FACTORS // 2 + slot, mask=inside, other=0.0).to(tl.float32)
-    return codes * factors[:, None], factors
+    return codes * factors[:, None] + load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP), factors
 
 
 @jit
 def weights_kernel(
-    q_ptr, rounded_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes,
-    page_bytes, max_pages, num_chunks, softcap, error,
+    q_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes, page_bytes,
+    max_pages, num_chunks, softcap, error,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
     CHUNK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a chunk of candidates, and each head's largest and their sum; ``q_ptr`` holds rotated queries,
-    ``rounded_ptr`` the same as they meet codes."""
+    """Weights of a chunk of candidates, and each head's largest and their sum; ``q_ptr`` holds rotated queries."""
     chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, stop = tl.load(spans_ptr + batch * 4), tl.load(spans_ptr + batch * 4 + 1)
     begin, end = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, stop - first)
@@ -66,8 +66,7 @@ def weights_kernel(
         return
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     row = (batch * tl.num_programs(1) + head) * G + g
-    numbers, there = row[:, None] * D + d[None, :], (g < G)[:, None] & (d < D)[None, :]
-    q, rounded = tl.load(q_ptr + numbers, mask=there, other=0.0), tl.load(rounded_ptr + numbers, mask=there, other=0.0)
+    q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
     noise = tl.sum(q * q, 1) * error * 0.5
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
     for offset in range(begin, end, TILE):
@@ -75,12 +74,11 @@ def weights_kernel(
         inside = index < end
         token = first + index
         start = row_starts(table_ptr + batch * max_pages, head, token, inside, head_bytes, page_bytes, PAGE)
-        codes, factors = scaled_codes(
-            words_ptr, halves_ptr, start, token % PAGE, inside, BITS, PAGE, WORDS, FACTORS, DP, TILE
+        keys, factors = estimated_keys(
+            words_ptr, halves_ptr, octets_ptr, start, token % PAGE, inside, BITS, PAGE, WORDS, FACTORS, MEAN, SCALES,
+            D, DP, TILE,
         )  # fmt: skip
-        means = load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP)
-        weights = tl.dot(q, tl.trans(means), input_precision="tf32x3")
-        weights = tl.dot(rounded, tl.trans(codes), weights, input_precision="tf32x3")
+        weights = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
         if CAPPED:
             weights = capped(weights * LOG2E, softcap, CAPPED)
         else:

@@ -7,7 +7,7 @@ constexpr int STEPS = D / 32;                 // matrix products per mean: of 32
 constexpr int WORDS = D / 32;                 // of a code of one bit per channel
 constexpr int LAPS = (WORDS + 3) / 4;         // of a code: 128 channels are multiplied at once
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
-constexpr int QUERY_BITS = 7, MOST = 63;      // of a query's whole numbers that meet codes (kernels.sketch)
+constexpr int QUERY_BITS = 7, MOST = 63;      // of a query's whole numbers that meet codes
 constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
 constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
 constexpr int OWN_BINS = BINS / THREADS;
