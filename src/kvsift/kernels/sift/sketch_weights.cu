@@ -123,7 +123,9 @@ struct Weigher {
     u64 policy;                                // of what is read once
     const u8 *codes, *factors, *mean, *scales;  // what this lane reads of the KV head's first row
 
-    __device__ __forceinline__ Weigher(const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows, const int *table)
+    __device__ __forceinline__ Weigher(
+        const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows, const int *table
+    )
         : a(a), arrays(arrays), span(span), table(table), lane(threadIdx.x & 31), policy(read_once()) {
         int t = lane % 4, four = lane / 4 % 4 * 4;  // of the codes, one of four words of four tokens
         codes = rows + (t % WORDS * PAGE + four) * 4, factors = rows + FACTORS + four * 2;
@@ -182,7 +184,8 @@ struct Weigher {
             int sub = tile * TILE + 2 * i + group / 4;
             u32 hidden = ~(sub < span.count ? span.candidates((span.begin + sub) * SUB + group % 4 * 4) : 0);
             auto hide = [](u32 pair, u32 which) {
-                return which & 1 ? which & 2 ? 0x7c007c00u : pair & 0xffff0000u | 0x7c00u : which & 2 ? pair & 0xffffu | 0x7c000000u : pair;
+                return which & 1 ? which & 2 ? 0x7c007c00u : pair & 0xffff0000u | 0x7c00u
+                                 : which & 2 ? pair & 0xffffu | 0x7c000000u : pair;
             };
             of.factors[i] = make_uint2(hide(of.factors[i].x, hidden), hide(of.factors[i].y, hidden >> 2));
         }
