@@ -99,10 +99,7 @@ class PieceStates {
   float merge(int query_head, int width, float* output) const {
     const std::vector<std::size_t>& states = states_[std::size_t(query_head)];
     std::fill(output, output + width, 0.0f);
-    float maximum = kMinusInfinity, total = 0.0f;
-    for (std::size_t at : states) maximum = std::max(maximum, maxima_[at]);
-    const float reference = maximum == kMinusInfinity ? 0.0f : maximum;  // -inf - -inf is NaN
-    for (std::size_t at : states) total += sums_[at] * std::exp(maxima_[at] - reference);
+    const auto [reference, total] = sum(query_head, states.size());
     if (total == 0.0f) return kMinusInfinity;  // no token: output 0, lse -inf; where all logits are NaN, so is the sum
     for (std::size_t at : states) {
       const float weight = std::exp(maxima_[at] - reference) / total;
@@ -112,7 +109,23 @@ class PieceStates {
     return reference + std::log(total);
   }
 
+  // The lse of the first pieces of a query head alone: the bits that merge gives if there are no others.
+  float lse(int query_head, std::size_t num_pieces) const {
+    const auto [reference, total] = sum(query_head, num_pieces);
+    return total == 0.0f ? kMinusInfinity : reference + std::log(total);
+  }
+
  private:
+  // Reference, and the sum of exp(logit - reference) over the first pieces of a query head.
+  std::pair<float, float> sum(int query_head, std::size_t num_pieces) const {
+    const std::size_t* const states = states_[std::size_t(query_head)].data();
+    float maximum = kMinusInfinity, total = 0.0f;
+    for (std::size_t i = 0; i < num_pieces; ++i) maximum = std::max(maximum, maxima_[states[i]]);
+    const float reference = maximum == kMinusInfinity ? 0.0f : maximum;  // -inf - -inf is NaN
+    for (std::size_t i = 0; i < num_pieces; ++i) total += sums_[states[i]] * std::exp(maxima_[states[i]] - reference);
+    return {reference, total};
+  }
+
   int stride_;
   std::vector<std::size_t> first_;                // of each piece
   std::vector<std::vector<std::size_t>> states_;  // of each query head

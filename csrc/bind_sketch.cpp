@@ -43,13 +43,13 @@ void bind_sketch(nb::module_& m) {
   m.def(
       "choose_sketched",
       [](const Sketches& sketches, Address queries, int num_query_heads, float scale, Address rows, std::int64_t row_stride,
-         std::int64_t first, std::int64_t count, std::int64_t k, int num_selections, int threads, Address ids,
+         std::int64_t first, std::int64_t count, std::int64_t k, int num_selections, Address past, int threads, Address ids,
          Address output, Address lse) {
         const SketchRows in_pool{at<const std::uint8_t>(rows), row_stride, sketches.table, sketches.num_kv_heads,
                                  sketches.format};
         const PackedQueries packed(at<const float>(queries), num_query_heads, sketches.format.head_dim);
         choose_sketched({packed, scale, sketches.rotation, num_query_heads, in_pool, first, count, k, num_selections,
-                         at<std::int64_t>(ids), at<float>(output), at<float>(lse)},
+                         at<const float>(past), at<std::int64_t>(ids), at<float>(output), at<float>(lse)},
                         threads);
       },
       nb::call_guard<nb::gil_scoped_release>());

@@ -105,7 +105,7 @@ void bind_step(nb::module_& m) {
       .def("record", [](DecodeSequence& self, Address asked, Address chosen) {
         self.asked = at<void>(asked), self.chosen = at<std::int64_t>(chosen);
       });
-  // -1 seconds: queries that rank pages or tokens are not finite.
+  // -1 seconds: queries that rank pages or tokens are not finite, or logits that votes are compared with.
   m.def(
       "step",
       [](const Decoder& decoder, const std::vector<const DecodeSequence*>& sequences, int threads, Address logits) {

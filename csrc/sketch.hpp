@@ -56,6 +56,7 @@ struct SketchCall {
   std::int64_t first, count;  // candidates, tokens of the rows
   std::int64_t k;             // at most count
   int num_selections;         // num_kv_heads or num_query_heads
+  const float* past;          // [num_query_heads], lse of the exact logits of what is visible anyway; -inf: nothing is
   std::int64_t* ids;          // [num_selections, k], candidates from 0 on
   float* output;              // [num_query_heads, head_dim]
   float* lse;                 // [num_query_heads]
@@ -84,7 +85,7 @@ class SketchHead {
     weights_.resize(group * std::size_t(stride_));
     references_.resize(group * std::size_t(num_blocks_));
     sums_.resize(references_.size());
-    totals_.resize(group);
+    pasts_.resize(group);
     value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
   }
 
@@ -117,7 +118,7 @@ class SketchHead {
 
   // The best candidates of each selection of this head.
   void choose() {
-    for (int q = 0; q < call_->group(); ++q) totals_[std::size_t(q)] = log_sum(q);
+    for (int q = 0; q < call_->group(); ++q) pasts_[std::size_t(q)] = past(q);
     const int sharing = call_->num_query_heads / call_->num_selections;
     votes_.resize(std::size_t(stride_));
     for (int q = 0; q < call_->group(); q += sharing) {
@@ -143,6 +144,7 @@ class SketchHead {
 
  private:
   static constexpr float kMostPowers = 126;  // of 2 that a factor may have
+  static constexpr float kMostVotes = 58;    // of those that a vote's may have: weights are up to 2^60, and added up
 
   int pages_in(std::int64_t block) const {
     return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
@@ -193,13 +195,21 @@ class SketchHead {
     }
   }
 
+  // Logarithm to the base of 2 of what a query's weights are compared with. Weights that are far above what is visible anyway
+  // would leave float32: they are compared with the largest.
+  float past(int q) const {
+    const float given = call_->past[kv_head_ * call_->group() + q];
+    const float log = given == -std::numeric_limits<float>::infinity() ? 0.0f : given * 1.44269504f;
+    return std::max(log, largest(q) - kMostVotes);
+  }
+
   void vote(int q, int sharing) {
     const int page_size = call_->rows.format.page_size;
     factors_.resize(std::size_t(sharing));
     for (std::int64_t block = 0; block < num_blocks_; ++block) {
       const std::int64_t token = block * pages_per_block_ * page_size;
       for (int i = 0; i < sharing; ++i)
-        factors_[std::size_t(i)] = std::exp2(reference(q + i, block) - totals_[std::size_t(q + i)]);
+        factors_[std::size_t(i)] = std::exp2(reference(q + i, block) - pasts_[std::size_t(q + i)]);
       kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
                              votes_.data() + token);
     }
@@ -245,7 +255,7 @@ class SketchHead {
   Aligned<std::uint16_t> weights_;          // bf16 [group, tokens], strips in order of weight_position
   std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
   std::vector<float> value_scales_;         // [num_pages], and zeros
-  std::vector<float> totals_;               // [group], logarithms of the sums of weights
+  std::vector<float> pasts_;                // [group], logarithms of what weights are compared with in votes
   Aligned<float> votes_;                    // [tokens]
   std::vector<float> factors_, values_, columns_, turned_;
   TopOfMany best_;

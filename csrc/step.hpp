@@ -120,7 +120,7 @@ struct DecodeSequence {
 };
 
 struct NotFinite : std::runtime_error {
-  NotFinite() : std::runtime_error("queries hold NaN or infinity") {}
+  NotFinite() : std::runtime_error("queries or keys hold NaN or infinity") {}
 };
 
 // A sequence in a step: its slots and pieces, which are the same in all layers. Its queries are those of dense_pieces.
@@ -167,6 +167,42 @@ class StepSequence {
     return is_windowed(layer) ? windowed_states : is_dense(layer) ? dense_states : listed_states;
   }
 
+  // Attends a piece of a layer.
+  void attend(const Decoder& decoder, std::size_t layer, std::int64_t p) {
+    const LayerPages& pages = sequence.layers[layer];
+    const bool coded = sequence.coded && !pages.windowed;
+    const auto rows = [&](const void* data) {
+      const RowType type = coded ? RowType::coded : plain(decoder.bf16);
+      return HeadRows{data, pages.stride, tokens, decoder.num_kv_heads, decoder.head_dim, type};
+    };
+    const HeadRows keys = rows(pages.keys), values = rows(pages.values);
+    const Piece& piece = pieces(layer)[std::size_t(p)];
+    states(layer).clear(p, piece.num_queries);
+    attend_piece({coded ? rotated : queries, num_queries, keys, values, decoder.scale, decoder.softcap, decoder.bf16, 1, {},
+                  sequence.num_tokens()},
+                 piece, p, states(layer), nullptr);
+  }
+
+  // First pieces, of sinks and window of all heads, that are attended before tokens are chosen: votes are compared with them.
+  std::int64_t num_before_choice(std::size_t layer) const {
+    return ranks(layer) && by_sketches() ? std::int64_t(sketch_heads.size()) * spans_per_head : 0;
+  }
+
+  // Chooses tokens for a KV head whose ranking has one part.
+  void choose_at_once(const Decoder& decoder, std::size_t layer, int head) {
+    for (std::int64_t i = 0; i < spans_per_head; ++i) attend(decoder, layer, head * spans_per_head + i);
+    note_past(head);
+    choose_of_head(sketch_calls[layer], sketched, head, estimates(layer));
+    list_tokens(layer, head);
+  }
+
+  // Chooses tokens for a KV head whose pages were weighed, and its sinks and window attended, by several threads.
+  void choose_weighed(std::size_t layer, int head) {
+    note_past(head);
+    sketch_heads[std::size_t(head)].choose();
+    list_tokens(layer, head);
+  }
+
   // Makes the units that were chosen for a selection its list.
   void list_chosen(std::size_t layer, std::int64_t selection) {
     const SelectionRule& rule = sequence.rule;
@@ -193,24 +229,40 @@ class StepSequence {
   Slots sketched{};                  // of the pages of the candidates
   std::vector<SketchCall> sketch_calls;  // of each layer
   std::vector<SketchHead> sketch_heads;  // of the layer that selects
+  std::vector<float> past;               // [num_query_heads], lse of sinks and window in the layer that selects
   std::vector<float> rest, rest_lse;     // [num_query_heads, head_dim], [num_query_heads]: attention to what is not chosen
   std::vector<float> shares;             // [layers, num_query_heads], of that
 
  private:
   int unit_size() const { return by_sketches() ? 1 : sequence.page_size; }
 
+  // What votes of a KV head are compared with: its sinks and window, which are attended.
+  void note_past(int head) {
+    const int group = sketch_calls[0].group();
+    for (int q = head * group; q < (head + 1) * group; ++q) {
+      past[std::size_t(q)] = listed_states.lse(q, std::size_t(spans_per_head));
+      if (std::isnan(past[std::size_t(q)])) throw NotFinite();
+    }
+  }
+
+  void list_tokens(std::size_t layer, int head) {
+    const int per_head = sequence.rule.num_selections / sketch_calls[0].rows.num_kv_heads;
+    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) list_chosen(layer, selection);
+  }
+
   void prepare_sketches(const Decoder& decoder, const Rotation& rotation) {
     const SelectionRule& rule = sequence.rule;
     sketched = candidates.range(0, candidates.length(), sketched_ids);
     rest.resize(std::size_t(decoder.num_query_heads * decoder.head_dim));
     rest_lse.resize(std::size_t(decoder.num_query_heads));
+    past.resize(rest_lse.size());
     shares.resize(sequence.layers.size() * rest_lse.size());
     sketch_heads.resize(std::size_t(decoder.num_kv_heads));
     for (const LayerPages& pages : sequence.layers)
       sketch_calls.push_back({queries, decoder.scale, rotation, decoder.num_query_heads,
                               {pages.sketches, pages.sketches_stride, candidates, decoder.num_kv_heads, sequence.sketch},
                               rule.first_candidate % sequence.page_size, rule.num_candidates, rule.num_units, rule.num_selections,
-                              chosen.data(), rest.data(), rest_lse.data()});
+                              past.data(), chosen.data(), rest.data(), rest_lse.data()});
   }
 
   static SlotTable token_table(const DecodeSequence& sequence) {
@@ -246,18 +298,19 @@ class StepSequence {
     const std::vector<Slots> always =
         slots_of_spans({{0, rule.sinks_stop}, {rule.window_start, tokens.length()}}, tokens, span_ids);
     lists.assign(std::size_t(rule.num_selections), std::vector<std::int64_t>(std::size_t(rule.num_units * unit_size())));
-    for (int h = 0; h < decoder.num_kv_heads; ++h) {
+    for (int h = 0; h < decoder.num_kv_heads; ++h)
       for (const Slots& span : always) cut(pieces, {h, h * group, group, span}, kUnitTokens);
-      for (int q = h * group; q < (h + 1) * group; q += per_list) {
-        const auto& list = lists[std::size_t(q / per_list)];
-        cut(pieces, {h, q, per_list, {0, std::int64_t(list.size()), list.data()}}, kUnitTokens);
-      }
+    spans_per_head = std::int64_t(pieces.size()) / decoder.num_kv_heads;
+    for (int q = 0; q < decoder.num_query_heads; q += per_list) {
+      const auto& list = lists[std::size_t(q / per_list)];
+      cut(pieces, {q / group, q, per_list, {0, std::int64_t(list.size()), list.data()}}, kUnitTokens);
     }
     return pieces;
   }
 
   std::vector<std::int64_t> all_ids, sketched_ids;
   std::vector<std::vector<std::int64_t>> span_ids, lists;
+  std::int64_t spans_per_head = 0;  // first pieces of those that are listed: of sinks and window of a KV head
   const std::vector<Piece> dense, listed, windowed;
   PieceStates dense_states, listed_states, windowed_states;
 };
@@ -610,9 +663,14 @@ class DecodeStep {
   // A KV head of one part is ranked and chosen at once.
   void select(Team& team, std::size_t layer) {
     const auto parts = [&](const StepSequence& own) { return own.ranks(layer) ? own.num_parts(decoder_, team.size()) : 0; };
-    each_of(team, [&](const StepSequence& own) { return parts(own) * decoder_.num_kv_heads; },
+    each_of(team,
+            [&](const StepSequence& own) {
+              const std::int64_t spans = parts(own) > 1 ? own.num_before_choice(layer) : 0;
+              return parts(own) * decoder_.num_kv_heads + spans;
+            },
             [&](StepSequence& own, std::int64_t task) {
               const int head = int(task / parts(own));
+              if (head >= decoder_.num_kv_heads) return own.attend(decoder_, layer, task - parts(own) * decoder_.num_kv_heads);
               if (parts(own) == 1) return choose_at_once(own, layer, head);
               own.by_sketches() ? own.sketch_heads[std::size_t(head)].weigh_some(task % parts(own))
                                 : score_pages(own, layer, head, task % parts(own));
@@ -624,16 +682,12 @@ class DecodeStep {
             },
             [&](StepSequence& own, std::int64_t task) {
               if (!own.by_sketches()) return choose_pages(own, layer, task);
-              own.sketch_heads[std::size_t(task)].choose();
-              list_tokens(own, layer, int(task));
+              own.choose_weighed(layer, int(task));
             });
   }
 
   void choose_at_once(StepSequence& own, std::size_t layer, int head) {
-    if (own.by_sketches()) {
-      choose_of_head(own.sketch_calls[layer], own.sketched, head, own.estimates(layer));
-      return list_tokens(own, layer, head);
-    }
+    if (own.by_sketches()) return own.choose_at_once(decoder_, layer, head);
     const std::int64_t per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
     for (std::int64_t part = 0; part * kScoredPages < own.sequence.rule.num_candidates; ++part) score_pages(own, layer, head, part);
     for (std::int64_t i = 0; i < per_head; ++i) choose_pages(own, layer, head * per_head + i);
@@ -654,32 +708,17 @@ class DecodeStep {
     own.list_chosen(layer, selection);
   }
 
-  void list_tokens(StepSequence& own, std::size_t layer, int head) {
-    const int per_head = own.sequence.rule.num_selections / decoder_.num_kv_heads;
-    for (int selection = head * per_head; selection < (head + 1) * per_head; ++selection) own.list_chosen(layer, selection);
-  }
-
-  // Attends pieces, and estimates attention to the others where that was not done at once.
+  // Attends the pieces that are left, and estimates attention to the others where that was not done at once.
   void attend(Team& team, std::size_t layer) {
     const auto estimates = [&](const StepSequence& own) {
       return own.estimates(layer) && own.num_parts(decoder_, team.size()) > 1 ? decoder_.num_kv_heads : 0;
     };
-    each_of(team, [&](const StepSequence& own) { return estimates(own) + std::int64_t(own.pieces(layer).size()); },
+    const auto first = [&](const StepSequence& own) { return own.num_before_choice(layer); };
+    each_of(team,
+            [&](const StepSequence& own) { return estimates(own) + std::int64_t(own.pieces(layer).size()) - first(own); },
             [&](StepSequence& own, std::int64_t task) {
               if (task < estimates(own)) return own.sketch_heads[std::size_t(task)].estimate_rest();
-              const std::int64_t p = task - estimates(own);
-              const LayerPages& pages = own.sequence.layers[layer];
-              const bool coded = own.sequence.coded && !pages.windowed;
-              const auto rows = [&](const void* data) {
-                const RowType type = coded ? RowType::coded : plain(decoder_.bf16);
-                return HeadRows{data, pages.stride, own.tokens, decoder_.num_kv_heads, decoder_.head_dim, type};
-              };
-              const HeadRows keys = rows(pages.keys), values = rows(pages.values);
-              const Piece& piece = own.pieces(layer)[std::size_t(p)];
-              own.states(layer).clear(p, piece.num_queries);
-              attend_piece({coded ? own.rotated : own.queries, own.num_queries, keys, values, decoder_.scale, decoder_.softcap,
-                            decoder_.bf16, 1, {}, own.sequence.num_tokens()},
-                           piece, p, own.states(layer), nullptr);
+              own.attend(decoder_, layer, first(own) + task - estimates(own));
             });
     each_of(team, [&](const StepSequence& own) { return std::int64_t(own.num_queries); },
             [&](StepSequence& own, std::int64_t query) {

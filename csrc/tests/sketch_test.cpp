@@ -2,6 +2,7 @@
 // tests/native/test_sanitizers.py.
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <random>
 
 #include "sketch.hpp"
@@ -38,7 +39,7 @@ struct Case {
   int heads, group;
   std::int64_t num_pages, first, count;
   std::vector<std::uint8_t> rows;
-  std::vector<float> queries, turned;
+  std::vector<float> queries, turned, past;
 
   Case(std::mt19937& random, int bits, int group_, int head_dim, int page_size, std::int64_t num_pages_)
       : format(format_of(bits, head_dim, page_size)), heads(2), group(group_), num_pages(num_pages_),
@@ -50,6 +51,9 @@ struct Case {
     std::uniform_real_distribution<float> number(-0.03f, 0.03f);
     queries.resize(std::size_t(heads * group * head_dim));
     for (float& query : queries) query = number(random);
+    past.resize(std::size_t(heads * group), -std::numeric_limits<float>::infinity());
+    std::uniform_real_distribution<float> lse(-3.0f, 3.0f);
+    for (std::size_t q = 1; q < past.size(); ++q) past[q] = lse(random);
     turned = queries;
     for (int q = 0; q < heads * group; ++q) Rotation(head_dim).turn(&turned[std::size_t(q * head_dim)], 1);
   }
@@ -103,7 +107,7 @@ Chosen choose(const Case& c, std::int64_t k, int num_selections, int threads) {
   out.lse.resize(std::size_t(c.heads * c.group));
   const PackedQueries queries(c.queries.data(), c.heads * c.group, c.format.head_dim);
   const Rotation rotation(c.format.head_dim);
-  choose_sketched({queries, 1.0f, rotation, c.heads * c.group, rows, c.first, c.count, k, num_selections, out.ids.data(),
+  choose_sketched({queries, 1.0f, rotation, c.heads * c.group, rows, c.first, c.count, k, num_selections, c.past.data(), out.ids.data(),
                    out.output.data(), out.lse.data()},
                   threads);
   return out;
@@ -132,6 +136,24 @@ void check_rest(const Case& c, const Chosen& chosen, std::int64_t k, int num_sel
   }
 }
 
+// The votes of what is chosen are about as many as there can be.
+void check_votes(const Case& c, const Chosen& chosen, std::int64_t k, int num_selections) {
+  const int sharing = c.heads * c.group / num_selections;
+  for (int s = 0; s < num_selections; ++s) {
+    std::vector<double> votes(std::size_t(c.count), 0.0);
+    for (int query = s * sharing; query < (s + 1) * sharing; ++query) {
+      const double past = std::isinf(c.past[std::size_t(query)]) ? 0.0 : c.past[std::size_t(query)];
+      for (std::int64_t token = 0; token < c.count; ++token)
+        votes[std::size_t(token)] += std::exp(c.log_weight(query, c.first + token) - past);
+    }
+    double found = 0, most = 0;
+    for (std::int64_t i = 0; i < k; ++i) found += votes[std::size_t(chosen.ids[std::size_t(s * k + i)])];
+    std::sort(votes.begin(), votes.end(), std::greater<>());
+    for (std::int64_t i = 0; i < k; ++i) most += votes[std::size_t(i)];
+    CHECK(found >= 0.94 * most);
+  }
+}
+
 void check(const Case& c, std::int64_t k, int num_selections, int threads) {
   const Chosen chosen = choose(c, k, num_selections, threads), alone = choose(c, k, num_selections, 1);
   CHECK(chosen.ids == alone.ids);
@@ -142,6 +164,7 @@ void check(const Case& c, std::int64_t k, int num_selections, int threads) {
       const std::int64_t id = chosen.ids[std::size_t(s * k + i)];
       CHECK(id >= 0 && id < c.count && (i == 0 || id > chosen.ids[std::size_t(s * k + i - 1)]));
     }
+  check_votes(c, chosen, k, num_selections);
   check_rest(c, chosen, k, num_selections);
 }
 

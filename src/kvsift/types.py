@@ -137,7 +137,8 @@ class Limit:
 
     ``mass`` is the share of attention that always-visible and selected tokens must reach by the method's own
     estimate. ``always_lse`` [num_query_heads, num_queries] is the exact log-sum-exp over the always-visible tokens,
-    given when ``mass`` is, and when ``adaptive``: heads may then hold more units than others, ``units`` in the mean.
+    -inf if there are none; it is given when ``mass`` is, when ``adaptive``, and to methods whose traits ask for it.
+    Where ``adaptive``, heads may hold more units than others, ``units`` in the mean.
     """
 
     units: int

@@ -129,7 +129,12 @@ def launch_in_8_bits() -> None:
         for unit_size in (page_size, 1):
             page_attention_triton(case.queries, case.kv, *case.new_lists(True), scale=1.0, unit_size=unit_size)
         block_attention_triton(case.queries, case.kv, 8, scale=1.0)
-        write_newest_triton(case.kv, 1, torch.zeros(2, case.kv.keys.shape[1], 1024, dtype=torch.uint8))
+        rows = torch.zeros(2, case.kv.keys.shape[1], 1024, dtype=torch.uint8)
+        write_newest_triton(case.kv, 1, rows)
+        sketch_attention_triton(
+            case.queries, case.kv, rows, torch.zeros(8, 4, dtype=torch.int32), *case.new_lists(True), bits=1,
+            rest=False, scale=1.0, softcap=3.0 if group == 3 else None,
+        )  # fmt: skip
         summarise_slots_triton(
             "minmax", torch.zeros(4, dtype=torch.int64), case.kv.keys, case.kv.values, case.summary,
             BlockPages(page_size, page_size, 1),

@@ -20,6 +20,6 @@ def test_step_kernels_compile_for_hopper_and_wait_for_their_predecessors_where_t
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     launches = [line.split() for line in run.stdout.splitlines()]
-    assert len(launches) == 121
+    assert len(launches) == 125
     for kernel, ahead, waits in launches:
         assert int(waits) == (ahead == "True"), kernel

@@ -40,6 +40,7 @@ class Case(NamedTuple):
 def draw(
     num_kv_heads: int = 2, group: int = 2, head_dim: int = 64, page_size: int = 16, dtype: torch.dtype = torch.float32,
     *, bits: int = 1, chosen: int = 20, lengths: list[int] = LENGTHS, seed: int = 0, in_8_bits: bool = False,
+    sinks: int = SINKS, window: int = WINDOW,
 ) -> Case:  # fmt: skip
     """A step over rows of these lengths, NaN wherever no token is and in the rows of pages that hold none."""
     drawn = draw_case(lengths, num_kv_heads, group, head_dim, page_size, dtype, kind="minmax", seed=seed)
@@ -55,8 +56,8 @@ def draw(
         pages = kv.table[row, : -(-length // page_size)].long()
         valid = torch.arange(len(pages) * page_size, device=DEVICE).view(-1, page_size) < length
         rows[:, pages] = sketch_rows(bits, held.keys[:, pages], held.values[:, pages], valid)
-        stop = max(length - WINDOW, 0)
-        first = min(SINKS, stop)
+        stop = max(length - window, 0)
+        first = min(sinks, stop)
         spans.append((first, stop, min(chosen, stop - first), length))
     spans_tensor = torch.tensor(spans, dtype=torch.int32, device=DEVICE)
     return Case(drawn.queries, kv, rows, spans_tensor, bits)
@@ -153,7 +154,7 @@ def test_few_tokens_and_all_of_them(chosen: int) -> None:
 
 @needs_triton
 def test_candidates_of_many_chunks_and_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHUNK", "VOTES", "REST"):
+    for name in ("WEIGHED", "HIDDEN", "REST"):
         monkeypatch.setattr(module, name, 64)
     check(draw(lengths=[700, 30], page_size=4, chosen=90))
 
@@ -170,6 +171,36 @@ def test_the_best_token_is_found_wherever_it_is() -> None:
         case.rows[:, [page]] = sketch_rows(case.bits, *pools, valid)
     found = check(case)
     assert found.tokens[0, :, SINKS].tolist() == at
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("place", "in_8_bits", "softcap"),
+    [(0, False, None), (0, True, None), (244, False, 30.0), (249, True, 30.0)],  # a sink; both ends of the window
+)
+def test_heads_whose_attention_is_on_sinks_or_window_have_no_vote(
+    place: int, in_8_bits: bool, softcap: float | None
+) -> None:
+    """One token that is visible anyway holds nearly all attention of each first head, and none of each second one."""
+    case = draw(lengths=[250])
+    before = step(sketch_attention_triton, case, softcap=softcap)
+    first, second = case.queries[0, ::2], case.queries[0, 1::2]
+    apart = first - second * (first * second).sum(-1, keepdim=True) / second.square().sum(-1, keepdim=True)
+    page = int(case.kv.table[0, place // 16])
+    case.kv.keys[:, page, place % 16] = 5 * apart  # a logit of about 40
+    case = case._replace(kv=coded(case.kv)) if in_8_bits else case
+    found = check(case, softcap=softcap)
+    alone = step(sketch_attention_triton, case._replace(queries=case.queries[:, 1::2].contiguous()), softcap=softcap)
+    assert torch.equal(found.tokens, alone.tokens)
+    assert not torch.equal(found.tokens, before.tokens)
+
+
+@needs_triton
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (SINKS, 0), (0, WINDOW), (20, 150)])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_sinks_and_window_of_any_size(sinks: int, window: int, in_8_bits: bool) -> None:
+    """Without either, weights count as they are; they may also take several tiles."""
+    check(draw(in_8_bits=in_8_bits, sinks=sinks, window=window))
 
 
 @needs_triton

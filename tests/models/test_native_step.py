@@ -17,6 +17,7 @@ from refusals import refused
 from turns import in_turns
 
 from kvsift import native
+from kvsift.layer import selection
 from kvsift.methods.common.anchors import AnchorMap, Reuse, write
 from kvsift.models.decoder import Decoder
 from kvsift.models.forward_pass import ForwardPass
@@ -276,6 +277,27 @@ def test_sketches_of_long_contexts_are_ranked_in_blocks(length: int, threads: in
     assert_alike(one, other)
 
 
+@pytest.mark.parametrize("threads", [1, 3])  # one task per KV head, or several
+@pytest.mark.parametrize("place", PLACES)
+def test_votes_are_compared_with_sinks_and_window_of_each_head(place: str, threads: int) -> None:
+    model, number = tiny(num_key_value_heads=1).to(torch.bfloat16), torch.get_num_threads()
+    for layer in model.model.layers:  # heads that share a list, of logits from small to large
+        queries = layer.self_attn.q_proj.weight.unflatten(0, (model.config.num_attention_heads, -1))
+        queries.data.mul_(torch.tensor([1.0, 10.0, 40.0, 3.0])[: len(queries), None, None])
+    taken, composed = both(model)
+    one, other, unlike = (filled(model, f"{SKETCH}:dense_layers=none", 4200, place=place) for _ in range(3))
+    try:
+        torch.set_num_threads(threads)
+        found = take_all(taken, [one], 3)
+        assert torch.equal(bits(found), bits(torch.stack(generated(composed, [other], 3))))
+        with patch.object(selection, "past_lse", lambda shape, *_: torch.zeros(shape.num_query_heads, 1)):
+            wrong = torch.stack(generated(composed, [unlike], 3))
+    finally:
+        torch.set_num_threads(number)
+    assert_alike(one, other)
+    assert not torch.equal(found[0], wrong[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["Qwen2", "Mixtral", "Gemma3"])
 def test_sequences_of_several_plans_in_one_native_step_have_the_bits_that_each_has_alone(
@@ -423,6 +445,21 @@ def test_queries_that_are_not_finite_are_refused() -> None:
     taken._step.layers[0].before_attention[0].fill_(torch.nan)
     with refused("not_finite: NaN or infinity"):
         generated(taken, [cache], 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_visible_keys_that_are_not_finite_are_refused_where_votes_are_compared_with_them(threads: int) -> None:
+    model, number = tiny(num_key_value_heads=1), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for model_pass in both(model):
+            cache = filled(model, f"{SKETCH}:dense_layers=none", 4200)
+            with torch.inference_mode():
+                cache.attentions[-1].store.pool.keys[:, 0, 0] = torch.nan  # of the first sink
+            with refused("not_finite: NaN or infinity"):
+                generated(model_pass, [cache], 1)
+    finally:
+        torch.set_num_threads(number)
 
 
 def test_layers_that_reuse_selections_of_others_are_composed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from refusals import refused
 from torch import Tensor
 
 from kvsift import native
-from kvsift.kernels.sketch import estimated_logits, sketch_rows, unpack
+from kvsift.kernels.sketch import estimated_logits, sketch_rows, unpack, votes
 from kvsift.native import PooledRows, twins
 from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
 
@@ -29,6 +29,7 @@ class Case(NamedTuple):
     layout: SketchLayout
     first: int
     count: int
+    past: Tensor  # float32 [num_query_heads], log-sum-exp of what is visible anyway
 
     @property
     def heads(self) -> int:
@@ -36,8 +37,9 @@ class Case(NamedTuple):
 
     def choose(self, k: int, num_selections: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         return native.choose_sketched(
-            self.queries, self.rows, self.layout, 1.0, self.first, self.count, k, num_selections, threads=threads
-        )
+            self.queries, self.rows, self.layout, 1.0, self.first, self.count, k, num_selections, self.past,
+            threads=threads,
+        )  # fmt: skip
 
     def log_weights(self) -> Tensor:
         """Of the candidates, by the reference: [num_query_heads, count]."""
@@ -47,7 +49,13 @@ class Case(NamedTuple):
 
     def expected(self, k: int, num_selections: int) -> tuple[Tensor, Tensor, Tensor]:
         means = unpack(self.rows, self.layout).value_means
-        return twins.choose_sketched(self.log_weights(), means, self.layout.page_size, self.first, k, num_selections)
+        return twins.choose_sketched(
+            self.log_weights(), means, self.layout.page_size, self.first, k, num_selections, self.past
+        )
+
+    def votes(self, num_selections: int) -> Tensor:
+        """Of the candidates, by the reference: [num_selections, count]."""
+        return votes(self.log_weights().unsqueeze(1), self.past.unsqueeze(1), num_selections)
 
 
 def case(
@@ -64,7 +72,9 @@ def case(
     queries = torch.randn(heads * group, dim, generator=generator) * size * dim**-0.5
     layout = SketchLayout(bits, dim, page_size)
     unrotated = queries * 2 @ random_rotation(dim, queries.device).mT
-    return Case(unrotated, rows, layout, first, pages * page_size - first - missing)
+    count = pages * page_size - first - missing
+    past = math.log(count) + torch.randn(heads * group, generator=generator)
+    return Case(unrotated, rows, layout, first, count, past)
 
 
 def check(given: Case, k: int, num_selections: int) -> None:
@@ -73,9 +83,9 @@ def check(given: Case, k: int, num_selections: int) -> None:
     assert ids.shape == expected_ids.shape
     assert bool((ids.diff(dim=1) > 0).all())
     assert bool(((ids >= 0) & (ids < given.count)).all())
-    votes = given.log_weights().softmax(-1).unflatten(0, (num_selections, -1)).sum(1)
+    by_list = given.votes(num_selections)
     share = math.exp(-NEAR / math.sqrt(max(k, 1)))
-    assert bool((votes.gather(1, ids).sum(1) >= share * votes.gather(1, expected_ids).sum(1)).all())
+    assert bool((by_list.gather(1, ids).sum(1) >= share * by_list.gather(1, expected_ids).sum(1)).all())
     if k >= given.count:
         assert torch.equal(ids, expected_ids)
         assert bool((lse == -torch.inf).all())
@@ -103,6 +113,41 @@ def test_choice_and_rest_are_those_of_the_reference(level: str, heads: int, grou
     given = case(bits, heads, group, dim)
     for num_selections in {heads, heads * group}:
         check(given, 64, num_selections)
+
+
+@pytest.mark.parametrize("leading", range(3))
+def test_the_head_leads_that_sees_least_anyway(level: str, leading: int) -> None:
+    """Sums of all candidates' weights differ by less than a hundredth of what these do."""
+    given = case(heads=2, group=3, first=3)
+    past = torch.full((2, 3), 20.0)
+    past[0, leading], past[1, (leading + 1) % 3] = -20.0, -math.inf  # of the weights as they are
+    given = given._replace(past=past.flatten())
+    check(given, 64, 2)
+    ids, alone = given.choose(64, 2)[0], given.choose(64, 6)[0].unflatten(0, (2, 3))
+    for head, leader in ((0, leading), (1, (leading + 1) % 3)):
+        assert torch.equal(ids[head], alone[head, leader])
+        others = [q for q in range(3) if q != leader]
+        assert not any(torch.equal(ids[head], alone[head, q]) for q in others)
+
+
+def test_where_nothing_is_visible_anyway_weights_count_as_they_are(level: str) -> None:
+    given = case(size=0.3, seed=2)
+    nothing = given._replace(past=torch.full((8,), -torch.inf))
+    check(nothing, 64, 2)
+    for found, expected in zip(nothing.choose(64, 2), given._replace(past=torch.zeros(8)).choose(64, 2)):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [20, 60])
+@pytest.mark.parametrize("past", [-torch.inf, -200.0, 0.0, 200.0, torch.inf])
+def test_votes_that_would_leave_float32_rank_as_weights_do(level: str, past: float, size: float) -> None:
+    given = case(size=size, seed=4)._replace(past=torch.full((8,), past))
+    logs, (ids, output, lse) = given.log_weights(), given.choose(1, 8)
+    assert bool(output.isfinite().all())
+    assert not bool(lse.isnan().any())
+    best = logs.amax(1)
+    ranked = best > (past if past > -torch.inf else 0.0) - 60  # else no token of the head matters
+    assert not bool((best - logs.gather(1, ids)[:, 0])[ranked].gt(0.1 * logs.std()).any())
 
 
 @pytest.mark.parametrize("bits", [1, 2])
@@ -198,7 +243,7 @@ def test_rows_in_a_pool_have_the_bits_of_consecutive_rows(level: str, page_size:
         part = given._replace(rows=given.rows[:, start:], count=given.count - start * page_size)
         for threads in (1, 4):
             found = native.choose_sketched(
-                given.queries, rows, given.layout, 1.0, 7, part.count, 30, 2, threads=threads
+                given.queries, rows, given.layout, 1.0, 7, part.count, 30, 2, given.past, threads=threads
             )
             for one, expected in zip(found, part.choose(30, 2)):
                 assert torch.equal(one, expected)
@@ -230,6 +275,12 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
         (given._replace(layout=replace(given.layout, page_size=24)), 1, 2, "invalid_value"),
         (given._replace(queries=given.queries * torch.nan), 1, 2, "not_finite: NaN or infinity"),
         (given._replace(queries=given.queries[:3]), 1, 2, "invalid_tensor"),
+        (given._replace(past=given.past[:7]), 1, 2, "invalid_tensor: [7] torch.float32 on cpu"),
+        (given._replace(past=given.past.unsqueeze(1)), 1, 2, "invalid_tensor: [8, 1]"),
+        (given._replace(past=given.past.double()), 1, 2, "invalid_tensor: torch.float64"),
+        (given._replace(past=given.past.to("meta")), 1, 2, "invalid_tensor: on meta"),
+        (given._replace(past=given.past.tolist()), 1, 2, "invalid_tensor: list"),  # type: ignore[arg-type]
+        (given._replace(past=given.past.masked_fill(given.past == given.past[5], torch.nan)), 1, 2, "not_finite"),
         (given, -1, 2, "invalid_value"),
         (given, 1, 4, "invalid_value"),
     )
@@ -238,7 +289,9 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
             wrong.choose(k, num_selections)
     runs = torch.tensor([[0, 3]])
     with refused("invalid_tensor: hold 3 rows, not 4"):
-        native.choose_sketched(given.queries, PooledRows(given.rows, runs, 4), given.layout, 1.0, 0, 64, 1, 2)
+        native.choose_sketched(
+            given.queries, PooledRows(given.rows, runs, 4), given.layout, 1.0, 0, 64, 1, 2, given.past
+        )
 
 
 def test_what_fits(core: None) -> None:

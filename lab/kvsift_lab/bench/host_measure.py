@@ -304,7 +304,10 @@ def sketch_variants(layer: AttentionInputs, tokens: int) -> Iterator[Variant]:
 def _choose(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the chosen tokens of each KV head, and output and log-sum-exp of the rest."""
     num_tokens = rows.shape[1] * layer.page_size
-    return native.choose_sketched(layer.queries, rows, layout, layer.scale, 0, num_tokens, count, len(layer.keys))
+    nothing = torch.full((len(layer.queries),), -torch.inf)  # is visible anyway
+    return native.choose_sketched(
+        layer.queries, rows, layout, layer.scale, 0, num_tokens, count, len(layer.keys), nothing
+    )
 
 
 def _attend(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> Tensor:

@@ -43,6 +43,7 @@ from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
 SKETCHES = {"sketch1": 1, "sketch2": 2}  # kind of page summary -> bits per channel
+MOST_VOTE = 40.0  # logarithm; larger ones would leave float32
 PAGES_AT_ONCE = 2048  # bounds temporary memory
 
 
@@ -188,6 +189,17 @@ def log_weights(queries: Tensor, rows: Unpacked, bits: int, softcap: float | Non
     if softcap is not None:  # which also bounds what noise does to the exponential
         return softcap * torch.tanh(logits / softcap)
     return logits - variance / 2
+
+
+def votes(weights: Tensor, past_lse: Tensor, num_lists: int) -> Tensor:
+    """Votes for candidates, float32 [num_lists, count], of the query heads that share a list: what a token weighs next
+    to all that is visible anyway.
+
+    weights: logarithms, float32 [num_query_heads, num_queries, count]; past_lse [num_query_heads, num_queries],
+    log-sum-exp of the exact logits of sinks and window, or -inf: then weights count as they are.
+    """
+    past = past_lse.masked_fill(past_lse == -torch.inf, 0.0).unsqueeze(-1)
+    return (weights - past).clamp_max(MOST_VOTE).exp().mean(1).unflatten(0, (num_lists, -1)).sum(1)
 
 
 def estimated_rest(weights: Tensor, places: Tensor, value_means: Tensor, page_size: int, skipped: int) -> Part:

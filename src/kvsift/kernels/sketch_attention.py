@@ -2,7 +2,7 @@
 
 The specification is ``methods.sketch``. On a GPU it is a single launch where that runs (``kernels.sketch_launch``),
 else a product and six launches, none of which waits for the host:
-weights of all candidates with each head's largest and sums (``kernels.sketch_twins``); votes; the best tokens
+what sinks and window weigh (``kernels.sketch_twins``); weights and votes of all candidates; the best tokens
 (``kernels.top_pages``); listed candidates hidden; the estimate of the others, as records of split attention; and
 attention over the lists, which merges these (``kernels.page_attention``).
 """
@@ -24,9 +24,10 @@ from kvsift.kernels.page_attention import (
     page_attention_triton,
     processor_count,
     split_count,
+    tile_tokens,
 )
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, random_rotation, unpack
+from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, random_rotation, unpack, votes
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
@@ -34,7 +35,7 @@ from kvsift.kernels.triton_shim import power_of_two, runs_on_triton, triton
 from kvsift.types import Part
 
 TILE_BYTES = 16 << 10  # of estimated keys at most: shared memory holds them more than once
-CHUNK, VOTES, REST = 512, 1024, 1024  # candidates of a program: least weighed, voted on, and estimated
+WEIGHED, HIDDEN, REST = 512, 1024, 1024  # candidates of a program: weighed, looked up to hide, and least estimated
 
 
 def sketch_attention(
@@ -85,14 +86,17 @@ def sketch_attention_reference(
     estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     output, layout = torch.zeros_like(queries) if out is None else out, SketchLayout(bits, kv.head_dim, kv.page_size)
-    for row, (first, stop, chosen, _) in enumerate(spans.tolist()):
+    for row, (first, stop, chosen, held) in enumerate(spans.tolist()):
         own, count = slice(row, row + 1), stop - first
         pages = kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()
         unpacked, skipped = unpack(rows[:, pages], layout), first % kv.page_size
         weights = log_weights(queries[row, :, None].float() * scale, unpacked, bits, softcap)[:, 0]
         weights = weights[:, skipped : skipped + count]
-        shares = (weights - weights.logsumexp(-1, keepdim=True)).exp().unflatten(0, (kv.num_kv_heads, -1)).mean(1)
-        visible_pages_reference(shares[None], spans[own], tokens.shape[2], out=(tokens[own], counts[own]))
+        at = torch.arange(int(kv.lengths[row]), device=queries.device)
+        past = ((at < first) | (at >= stop) & (at < held)).expand(kv.num_kv_heads, -1)
+        past_lse = masked_part(queries[row], kv, row, past, scale, softcap).lse[0]
+        by_list = votes(weights.unsqueeze(1), past_lse, kv.num_kv_heads)
+        visible_pages_reference(by_list[None], spans[own], tokens.shape[2], out=(tokens[own], counts[own]))
         if dense_below is not None and bool(kv.lengths[row] < dense_below[row]):
             continue
         mask = listed_tokens(tokens[row], counts[row], int(kv.lengths[row]), 1)
@@ -119,13 +123,13 @@ def sketch_attention_triton(
     heads, max_tokens, capacity = kv.num_kv_heads, kv.table.shape[1] * kv.page_size, tokens.shape[2]
     num_lists, group = batch * heads, num_query_heads // heads
     rotated = (queries.float() * scale) @ random_rotation(head_dim, queries.device)
-    weights = _weigh(rotated, kv, rows, spans, (tokens, counts), bits=bits, softcap=softcap)
+    weights = _weigh(queries, rotated, kv, rows, spans, (tokens, counts), bits=bits, scale=scale, softcap=softcap)
     estimates = min(-(-max_tokens // REST), max(1, 2 * processor_count(queries) // num_lists)) if rest else 0
     splits = split_count(kv, capacity, num_lists, 1)
     space = SplitSpace.make(num_lists, splits + estimates, group, head_dim, queries.device)
     if rest:
-        twins.hide_kernel[triton.cdiv(capacity, VOTES), num_lists](
-            tokens, counts, spans, weights, heads, capacity, max_tokens, G=group, BLOCK=VOTES, num_warps=4
+        twins.hide_kernel[triton.cdiv(capacity, HIDDEN), num_lists](
+            tokens, counts, spans, weights, heads, capacity, max_tokens, G=group, BLOCK=HIDDEN, num_warps=4
         )
         layout = SketchLayout(bits, head_dim, kv.page_size)
         twins.rest_kernel[estimates, heads, batch](
@@ -141,28 +145,29 @@ def sketch_attention_triton(
 
 
 def _weigh(
-    rotated: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, lists: tuple[Tensor, Tensor], *, bits: int,
-    softcap: float | None,
+    queries: Tensor, rotated: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, lists: tuple[Tensor, Tensor], *,
+    bits: int, scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Write the lists; return the weights of candidates (``kernels.sketch_twins``).
 
     rotated float32 [batch, num_query_heads, head_dim], scaled.
     """
     (batch, num_query_heads, head_dim), heads, max_pages = rotated.shape, kv.num_kv_heads, kv.table.shape[1]
-    max_tokens, group = max_pages * kv.page_size, num_query_heads // heads
-    layout, num_chunks = SketchLayout(bits, head_dim, kv.page_size), triton.cdiv(max_tokens, CHUNK)
+    max_tokens, layout = max_pages * kv.page_size, SketchLayout(bits, head_dim, kv.page_size)
+    constants = _constants(layout, num_query_heads // heads) | {"CAPPED": softcap is not None}
+    past = rotated.new_empty(batch, num_query_heads)
     weights = rotated.new_empty(batch, num_query_heads, max_tokens)
-    partials = rotated.new_empty(batch, num_query_heads, num_chunks, 2)
     scores = rotated.new_empty(batch, heads, max_tokens)
-    twins.weights_kernel[num_chunks, heads, batch](
-        rotated, rows.view(torch.int32), rows.view(torch.float16), rows.view(torch.int8), kv.table, spans, weights,
-        partials, *rows.stride()[:2], max_pages, num_chunks, logit_factors(1.0, softcap)[1], ERROR[bits],
-        **_constants(layout, group), BITS=bits, WORDS=layout.words, FACTORS=layout.factors, MEAN=layout.key_mean,
-        SCALES=layout.scales, CHUNK=CHUNK, CAPPED=softcap is not None, num_warps=4,
+    exact, factor = (rotated, 1.0) if kv.coded else (queries.contiguous(), scale)
+    twins.past_kernel[heads, batch](
+        exact, kv.keys, kv.table, spans, past, *kv.keys.stride()[:3], max_pages, *logit_factors(factor, softcap),
+        **constants | {"TILE": max(16, tile_tokens(kv))}, num_warps=4,
     )  # fmt: skip
-    twins.votes_kernel[triton.cdiv(max_tokens, VOTES), heads, batch](
-        weights, partials, spans, scores, max_tokens, num_chunks, G=group, CHUNK=CHUNK,
-        CHUNKSP=power_of_two(num_chunks), BLOCK=VOTES, num_warps=4,
+    twins.weights_kernel[triton.cdiv(max_tokens, WEIGHED), heads, batch](
+        rotated, rows.view(torch.int32), rows.view(torch.float16), rows.view(torch.int8), kv.table, spans, past,
+        weights, scores, *rows.stride()[:2], max_pages, logit_factors(1.0, softcap)[1], ERROR[bits], **constants,
+        BITS=bits, WORDS=layout.words, FACTORS=layout.factors, MEAN=layout.key_mean, SCALES=layout.scales,
+        BLOCK=WEIGHED, num_warps=4,
     )  # fmt: skip
     visible_pages_triton(scores, spans, lists[0].shape[2], out=lists)
     return weights

@@ -80,15 +80,15 @@ def _list_length(capacity: int) -> int:
 
 
 def _numbers(group: int) -> tuple[int, ...]:
-    """Bytes per sub of what may lie in global memory, in the order in which it goes there: weights; bins; bases; unseen
-    shares and scales."""
-    return 2 * SUB * group, 2 * SUB, 4 * group, 4 * group + 4
+    """Bytes per sub of what may lie in global memory, in the order in which it goes there: bases; bins; unseen weights
+    and scales."""
+    return 4 * group, 2 * SUB, 4 * group + 4
 
 
 def _most_dynamic(group: int, head_dim: int) -> int:
     """The most bytes of dynamic shared memory: what the queries of a row leave, in three forms, and 4 KiB of sums."""
     heads = -(-group // 8) * 8
-    queries = heads * (2 * (head_dim + 32) + 2 * head_dim + 64 * max(4, head_dim // 32))
+    queries = heads * (2 * (head_dim + 32) + 2 * head_dim + 32 * max(4, head_dim // 32))
     return MOST_SHARED - queries - (4 << 10)
 
 

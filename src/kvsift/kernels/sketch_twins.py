@@ -1,14 +1,18 @@
-"""Device code of ``sketch_attention``: weights estimated from sketches, votes, and the estimate of what is not chosen.
+"""Device code of ``sketch_attention``: what sinks and window weigh, weights estimated from sketches and votes, and the
+estimate of what is not chosen.
 
 Weights are logarithms in units of log 2, float32 [batch, num_query_heads, max_tokens]; column i is candidate first + i.
 """
 
 from __future__ import annotations
 
+from kvsift.kernels.coded_pages import load_scales
+from kvsift.kernels.sketch import MOST_VOTE
 from kvsift.kernels.split_attention import capped
 from kvsift.kernels.triton_shim import constant, jit, tl
 
 LOG2E = constant(1.4426950408889634)
+MOST = constant(MOST_VOTE * 1.4426950408889634)
 
 
 @jit
@@ -51,24 +55,64 @@ def estimated_keys(
 
 
 @jit
+def past_kernel(
+    q_ptr, keys_ptr, table_ptr, spans_ptr, past_ptr, key_head, key_page, key_token, max_pages, scale, softcap,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of the exact logits of sinks and window, of a sequence that has candidates; 0 where it has neither.
+    Keys in 8 bits are turned, and so are the queries that meet them."""
+    head, batch = tl.program_id(0), tl.program_id(1)
+    first, stop = tl.load(spans_ptr + batch * 4), tl.load(spans_ptr + batch * 4 + 1)
+    if first >= stop:
+        return
+    count = first + tl.load(spans_ptr + batch * 4 + 3) - stop
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    row = (batch * tl.num_programs(0) + head) * G + g
+    q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    keys_ptr += head.to(tl.int64) * key_head
+    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    for offset in range(0, count, TILE):
+        index = offset + tl.arange(0, TILE)
+        inside = index < count
+        token = index + tl.where(index < first, 0, stop - first)
+        page = tl.load(table_ptr + batch * max_pages + token // PAGE, mask=inside, other=0).to(tl.int64)
+        page_ptr, slot = keys_ptr + page * key_page, token % PAGE
+        at, there = (page_ptr + slot * key_token)[:, None] + d[None, :], inside[:, None] & (d < D)[None, :]
+        keys = tl.load(at, mask=there, other=0.0).to(q.dtype)
+        logits = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale
+        if keys_ptr.dtype.element_ty == tl.int8:
+            logits *= load_scales(page_ptr, slot, inside, PAGE, D)[None, :]
+        logits = tl.where(inside[None, :], capped(logits, softcap, CAPPED), float("-inf"))
+        new = tl.maximum(top, tl.max(logits, 1))
+        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(logits - new[:, None]), 1)
+        top = new
+    tl.store(past_ptr + row, tl.where(count > 0, top + tl.log2(total), 0.0), mask=g < G)
+
+
+@jit
 def weights_kernel(
-    q_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes, page_bytes,
-    max_pages, num_chunks, softcap, error,
+    q_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, past_ptr, weights_ptr, votes_ptr, head_bytes,
+    page_bytes, max_pages, softcap, error,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a chunk of candidates, and each head's largest and their sum; ``q_ptr`` holds rotated queries."""
-    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Weights of some candidates, and the votes of the query heads that share a list; ``q_ptr`` holds rotated
+    queries."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, stop = tl.load(spans_ptr + batch * 4), tl.load(spans_ptr + batch * 4 + 1)
-    begin, end = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, stop - first)
+    begin, end = block * BLOCK, tl.minimum((block + 1) * BLOCK, stop - first)
     if begin >= end:
         return
     g, d = tl.arange(0, GP), tl.arange(0, DP)
-    row = (batch * tl.num_programs(1) + head) * G + g
-    q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    kv_row = batch * tl.num_programs(1) + head
+    row, own = kv_row * G + g, (g < G)[:, None]
+    q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=own & (d < D)[None, :], other=0.0)
+    past = tl.load(past_ptr + row, mask=g < G, other=0.0)
     noise = tl.sum(q * q, 1) * error * 0.5
-    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    weights_ptr += row[:, None].to(tl.int64) * (max_pages * PAGE)
+    votes_ptr += kv_row.to(tl.int64) * (max_pages * PAGE)
     for offset in range(begin, end, TILE):
         index = offset + tl.arange(0, TILE)
         inside = index < end
@@ -83,39 +127,10 @@ def weights_kernel(
             weights = capped(weights * LOG2E, softcap, CAPPED)
         else:
             weights = (weights - noise[:, None] * (factors * factors)[None, :]) * LOG2E
-        at = weights_ptr + row[:, None].to(tl.int64) * (max_pages * PAGE) + index[None, :]
-        tl.store(at, weights, mask=(g < G)[:, None] & inside[None, :])
-        weights = tl.where(inside[None, :], weights, float("-inf"))
-        new = tl.maximum(top, tl.max(weights, 1))
-        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(weights - new[:, None]), 1)
-        top = new
-    partials_ptr += (row * num_chunks + chunk) * 2
-    tl.store(partials_ptr, top, mask=g < G)
-    tl.store(partials_ptr + 1, total, mask=g < G)
-
-
-@jit
-def votes_kernel(
-    weights_ptr, partials_ptr, spans_ptr, scores_ptr, max_tokens, num_chunks, G: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKSP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums of the shares of the query heads of a KV head, of some candidates."""
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count = tl.load(spans_ptr + batch * 4 + 1) - tl.load(spans_ptr + batch * 4)
-    if block * BLOCK >= count:
-        return
-    index, chunk = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKSP)
-    row = (batch * tl.num_programs(1) + head).to(tl.int64)
-    votes = tl.zeros((BLOCK,), tl.float32)
-    for each in tl.static_range(G):
-        partials = partials_ptr + ((row * G + each) * num_chunks + chunk) * 2
-        tops = tl.load(partials, mask=chunk * CHUNK < count, other=float("-inf"))
-        sums = tl.load(partials + 1, mask=chunk * CHUNK < count, other=0.0)
-        top = tl.max(tops, 0)
-        total = tl.sum(tl.exp2(tops - top) * sums, 0)
-        weights = weights_ptr + (row * G + each) * max_tokens
-        votes += tl.exp2(tl.load(weights + index, mask=index < count, other=float("-inf")) - top) / total
-    tl.store(scores_ptr + row * max_tokens + index, votes, mask=index < count)
+        tl.store(weights_ptr + index[None, :], weights, mask=own & inside[None, :])
+        votes = weights - past[:, None]
+        votes = tl.exp2(tl.where(votes > MOST, MOST, votes))  # NaN remains
+        tl.store(votes_ptr + index, tl.sum(tl.where(own, votes, 0.0), 0), mask=inside)
 
 
 @jit

@@ -170,7 +170,8 @@ class Selector:
         counting = self._counting(reader, segment.start, segment.stop)
         room = budget.room(segment.start, rule.unit_size)
         adaptive = budget.head_budgets == "adaptive"
-        always = None if budget.mass is None and not adaptive else past_lse(self.shape, segment, reader, spans)
+        weighed = rule.traits.weighs_past or budget.mass is not None or adaptive
+        always = past_lse(self.shape, segment, reader, spans) if weighed else None
         limit = Limit(min(room.units, room.candidates.count), budget.mass, always, adaptive)
         selection = rule.method.select(
             self.state, self.shape, segment.queries[0], segment.start, room.candidates, limit, counting

@@ -1,13 +1,15 @@
 """Sketch: tokens by logits estimated from one or two bits per channel; what is not selected is estimated.
 
 Each page holds its mean key and a code of each token's difference from it (``kernels.sketch``), so that every token's
-weight is known roughly. The query heads that share a KV head vote by their shares of attention; the tokens with the
-largest sums are attended exactly. The others enter the answer as pages, each with the sum of its unselected tokens'
-weights and the mean of its values:
+weight is known roughly. The query heads that share a KV head vote for tokens, each by what a token weighs next to all
+that is visible anyway, sinks and window; the tokens with the most votes are attended exactly. The others enter the
+answer as pages, each with the sum of its unselected tokens' weights and the mean of its values:
 
-    weight_i = exp(l_i - variance_i / 2),   rest = sum over pages of weight(page) * mean value(page) / sum of weights
+    weight_i = exp(l_i - variance_i / 2),   vote_i = sum over heads of weight_i / sum of the weights of sinks and window
+    rest = sum over pages of weight(page) * mean value(page) / sum of weights
 
-An estimate with noise overstates its exponential, hence the variance.
+An estimate with noise overstates its exponential, hence the variance. The weights of sinks and window are exact, and
+known before any sketch is read. Where a mass or head budgets compare heads, votes are shares of all attention.
 
 Sources: the code and its factor are RaBitQ's (arXiv 2405.12497); estimating what is not retrieved is RetroInfer's idea
 (arXiv 2505.02922), there by clusters.
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
+from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack, votes
 from kvsift.methods.checks import knob
 from kvsift.methods.common.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, own_ranking, units_per_head
@@ -45,7 +47,7 @@ class Sketch(AnchoredMethod, ScoringMethod):
             without an estimate of the rest. Without a file every layer selects.
     """
 
-    traits: ClassVar[Traits] = RANKS
+    traits: ClassVar[Traits] = RANKS._replace(weighs_past=True)
     source: ClassVar[str] = "arXiv 2405.12497"
     not_captured = (
         (lambda rule: own_ranking(rule.method, Sketch),
@@ -75,31 +77,37 @@ class Sketch(AnchoredMethod, ScoringMethod):
         if reused is not None and reused.shape[1] <= limit.units:  # else of a layer with a larger budget
             return Selection(reused, 1, full=plain)
         packed, skipped = self._packed(candidates, reader)
-        layout = sketch_layout(self.bits, shape.head_dim, self.page_size)
+        layout, past = sketch_layout(self.bits, shape.head_dim, self.page_size), limit.always_lse
+        past = queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float32) if past is None else past
         query = queries[:, 0]  # [num_query_heads, head_dim]; alone, the compiled core selects for it
         if plain and shape.softcap is None and queries.shape[1] == 1 and native.sketches_fit(query, packed, layout):
             ids, values, lse = native.choose_sketched(
-                query, packed, layout, shape.scale, skipped, candidates.count, limit.units, self.num_selections(shape)
-            )
+                query, packed, layout, shape.scale, skipped, candidates.count, limit.units, self.num_selections(shape),
+                past[:, 0],
+            )  # fmt: skip
             rest = self.rest and limit.units < candidates.count
             extra = Part(values[None, :, None], lse[None, :, None]) if rest else None
             chosen = Selection(ids + candidates.first, candidates.unit_size, extra=extra, full=True)
         else:
-            chosen = self._select_in_torch(shape, queries, candidates, limit, _unpacked(packed, layout), skipped)
+            chosen = self._select_in_torch(shape, queries, candidates, limit, past, _unpacked(packed, layout), skipped)
         if self.anchors is not None:
             reader.pass_up(chosen.units, keep=True)
         return chosen
 
     def _select_in_torch(
-        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, rows: Unpacked, skipped: int
-    ) -> Selection:
+        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, past_lse: Tensor,
+        rows: Unpacked, skipped: int,
+    ) -> Selection:  # fmt: skip
         weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
-        total = weights.logsumexp(-1)
-        if limit.always_lse is not None:
-            total = torch.logaddexp(total, limit.always_lse)
-        shares = (weights - total.unsqueeze(-1)).exp().mean(1)  # [num_query_heads, count]
-        by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)
-        chosen = chosen_units(by_list, units_per_head(by_list, 1 - by_list.sum(-1), limit), limit, candidates)
+        keep = None
+        if limit.mass is None and not limit.adaptive:
+            by_list = votes(weights, past_lse, self.num_selections(shape))
+        else:
+            total = torch.logaddexp(weights.logsumexp(-1), past_lse)
+            shares = (weights - total.unsqueeze(-1)).exp().mean(1)  # [num_query_heads, count]
+            by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)
+            keep = units_per_head(by_list, 1 - by_list.sum(-1), limit)
+        chosen = chosen_units(by_list, keep, limit, candidates)
         if not self.rest or (chosen.units.shape[1] == candidates.count and chosen.full):
             return chosen
         places = torch.where(chosen.units < 0, candidates.count, chosen.units - candidates.first)

@@ -19,6 +19,7 @@ class Traits(NamedTuple):
         estimates_mass: scores are estimated logits, so ``Budget.mass`` applies.
         no_mass: why ``Budget.mass`` is refused otherwise; follows the method's name in the message.
         compares_heads: ``Method.select`` follows ``Limit.adaptive``.
+        weighs_past: ``Limit.always_lse`` is always given.
         follows: ``Method.follow`` is called after tokens are answered.
         wants_queries: the method learns from the queries of the prompt, not only from its keys.
         seals: what a state has learned when a chunk of the prompt is prefilled depends on the tokens up to there alone,
@@ -39,6 +40,7 @@ class Traits(NamedTuple):
     estimates_mass: bool = False
     no_mass: str = "estimates no attention mass"
     compares_heads: bool = False
+    weighs_past: bool = False
     follows: bool = False
     wants_queries: bool = False
     seals: bool = False

@@ -16,7 +16,7 @@ LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
 ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # the core's RowType
 SCALE_BYTES = 4  # of a coded row (``coded_rows``), behind its codes
-NOT_FINITE = "queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them."
+NOT_FINITE = "queries or keys hold NaN or infinity; no key can be ranked by them. Check the layer that made them."
 
 
 class PooledRows(NamedTuple):

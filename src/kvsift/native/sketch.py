@@ -1,15 +1,16 @@
-"""Sketches (``kernels.sketch``): rows of pages; tokens by estimated shares of attention, and an estimate of attention
-over the others."""
+"""Sketches (``kernels.sketch``): rows of pages; tokens by estimated weights, and an estimate of attention over the
+others."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvsift.errors import InvalidTensor, InvalidValue
+from kvsift.errors import InvalidTensor, InvalidValue, NotFinite
 from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
+    NOT_FINITE,
     ROW_DTYPES,
     HeadRows,
     PooledRows,
@@ -62,9 +63,9 @@ def sketch_rows(layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tenso
 
 def choose_sketched(
     queries: Tensor, rows: HeadRows, layout: SketchLayout, scale: float, first: int, count: int, k: int,
-    num_selections: int, *, threads: int | None = None,
+    num_selections: int, past_lse: Tensor, *, threads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The k candidates with the largest shares of attention, and attention over the others, both estimated.
+    """The k candidates with the most votes, as ``kernels.sketch.votes``, and attention over the others, both estimated.
 
     Args:
         queries: [num_query_heads, head_dim] of one token.
@@ -74,7 +75,10 @@ def choose_sketched(
         first: tokens of the first page before the first candidate.
         count: candidates, which end in the last page.
         k: candidates of each selection.
-        num_selections: num_kv_heads or num_query_heads; the query heads of a selection add their shares.
+        num_selections: num_kv_heads or num_query_heads; the query heads of a selection add their votes.
+        past_lse: float32 [num_query_heads], log-sum-exp of the exact logits of what is visible anyway. A head's vote is
+            weight / exp(past_lse); -inf, where nothing is visible: the weight. Where votes are too large for float32,
+            all those of the head are divided by the same number.
         threads: torch's number by default; the result does not depend on it.
 
     Returns:
@@ -84,12 +88,13 @@ def choose_sketched(
         lse: float32 [num_query_heads], its log-sum-exp; -inf if there is nothing.
     """
     _check(queries, rows, layout, first, count, k, num_selections)
-    q = queries.float().contiguous()
+    _check_past(past_lse, len(queries))
+    q, past = queries.float().contiguous(), past_lse.contiguous()
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
     output, lse = torch.empty_like(q), q.new_empty(q.shape[0])
     core.choose_sketched(
         _sketches(rows, layout), q.data_ptr(), q.shape[0], scale, *address_of(rows), first, count, ids.shape[1],
-        num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
+        num_selections, past.data_ptr(), num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse
 
@@ -136,3 +141,15 @@ def _check(
             f"num_selections={num_selections} must be {rows.shape[0]}, one per KV head, or {len(queries)}, one per "
             "query head."
         )
+
+
+def _check_past(past_lse: Tensor, num_query_heads: int) -> None:
+    if not isinstance(past_lse, Tensor):
+        raise no_tensor("past_lse", past_lse)
+    if past_lse.shape != (num_query_heads,) or past_lse.dtype != torch.float32 or not past_lse.is_cpu:
+        raise InvalidTensor(
+            f"past_lse is {list(past_lse.shape)} {past_lse.dtype} on {past_lse.device}; it must be float32 "
+            f"[{num_query_heads}] on the CPU."
+        )
+    if bool(past_lse.isnan().any()):
+        raise NotFinite(NOT_FINITE)

@@ -12,6 +12,8 @@ from kvsift.native.coded_rows import decode_rows_reference
 from kvsift.native.codes import Codes
 from kvsift.native.shapes import HeadRows, PooledRows
 
+MOST_VOTE = 40.0  # logarithm; larger ones would leave float32
+
 
 def attend_dense(
     queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None,
@@ -76,12 +78,13 @@ def choose_pages(queries: Tensor, rows: HeadRows, scale: float, k: int, num_sele
 
 
 def choose_sketched(
-    log_weights: Tensor, value_means: Tensor, page_size: int, first: int, k: int, num_selections: int
+    log_weights: Tensor, value_means: Tensor, page_size: int, first: int, k: int, num_selections: int, past_lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of native.choose_sketched, given the estimates of a sketch: logarithms of the weights of the candidates,
     float32 [num_query_heads, count], and mean values, float32 [num_kv_heads, num_pages, head_dim]."""
     count, (num_kv_heads, num_pages, _) = log_weights.shape[1], value_means.shape
-    votes = log_weights.softmax(-1).unflatten(0, (num_selections, -1)).sum(1)
+    past = past_lse.masked_fill(past_lse == -torch.inf, 0.0).maximum(log_weights.amax(-1) - MOST_VOTE)
+    votes = (log_weights - past.unsqueeze(-1)).exp().unflatten(0, (num_selections, -1)).sum(1)
     ids = votes.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
     lists = ids.repeat_interleave(len(log_weights) // num_selections, 0)
     left = log_weights.scatter(1, lists, -torch.inf)

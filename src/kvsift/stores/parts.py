@@ -153,9 +153,15 @@ def _joined(pieces: list[Tensor], among: Tensor | None) -> Tensor:
 def past_lse(shape: LayerShape, segment: Segment, reader: RowReader, spans: tuple[int, int]) -> Tensor:
     """Return the log-sum-exp over what every query of the segment always sees, [num_query_heads, num_queries].
 
-    Sinks and window, and its own token if it comes alone: the last token of a segment must not sway the first.
+    Sinks and window, and its own token if it comes alone: the last token of a segment must not sway the first. Of a
+    token on the host it has the bits of the compiled decode step, which attends these tokens in the same pieces.
     """
     sinks_stop, window_start = spans
+    if segment.num_queries == 1 and reader.in_place:
+        queries, stored = segment.queries[0].squeeze(1), reader.keys_in_place()
+        if supports(queries, stored):
+            part, _ = _attend_in_place(shape, segment, queries, stored, reader.values_in_place(), View([spans]), None)
+            return part.lse[0]
     stop = segment.stop if segment.stop == segment.start + 1 else segment.start
     keys, values = (
         torch.cat([read(0, sinks_stop), read(min(window_start, stop), stop)], 1).unsqueeze(0)

@@ -214,6 +214,7 @@ void multiply(Sum *const (&sums)[4], const Word (&a)[4], const Word (&b)[2], Num
 }
 inline double f16_number(Word bits) { return from_f16(Half(bits)); }
 inline double bf16_number(Word bits) { return from_bf16(Half(bits)); }
+inline double tf32_number(Word bits) { return __uint_as_float(bits & 0xffffe000u); }
 inline double s8_number(Word bits) { return (signed char)bits; }
 #define PRODUCT(name, K, BITS, Sum, number)                                                                     \
     inline void name(Sum &s, Sum &t, Sum &u, Sum &v, Word a, Word b, Word c, Word d, Word e, Word f) {           \
@@ -221,6 +222,7 @@ inline double s8_number(Word bits) { return (signed char)bits; }
     }
 PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, 16, 16, float, f16_number)
 PRODUCT(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, 16, 16, float, bf16_number)
+PRODUCT(mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32, 8, 32, float, tf32_number)
 PRODUCT(mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32, 32, 8, int, s8_number)
 inline void mma_sync_aligned_m8n8k16_row_col_s32_s8_s8_s32(int &s, int &t, Word a, Word b) {
     int none = 0;

@@ -1,51 +1,5 @@
-// The best tokens of a row by the votes of its query heads, found by a histogram over all its members: bins are 1/128
-// of an octave wide, about as wide as the rounding of the weights. Of tokens in the bin of the worst, the first are taken.
-
-constexpr u32 NO_BIN = 0;  // votes fall in bins from 1 on
-
-// Copies a number for each query head. Four at once where G is a multiple of four: then both lie on 16 bytes.
-__device__ __forceinline__ void copy_heads(float *to, const float *from) {
-#pragma unroll
-    for (int g = 0; g < G; g += G % 4 ? 1 : 4)
-        if (G % 4) to[g] = from[g];
-        else *(float4 *)(to + g) = *(const float4 *)(from + g);
-}
-
-// Weights of four neighbouring tokens over their base for each query head, what the base weighs, and votes.
-struct Votes {
-    float weights[G][4], votes[4];
-    __align__(16) float bases[G];
-
-    // Four tokens as they lie in memory.
-    struct Packed {
-        uint2 weights[G];
-        __device__ __forceinline__ void load(const Arrays &arrays, const Span &span, int tile) {
-            int lane = threadIdx.x & 31, sub = min(tile, (span.count - 1) / TILE) * TILE + lane / 4;
-            const u16 *from = arrays.weights + sub * G * SUB + lane % 4 * 4;
-#pragma unroll
-            for (int g = 0; g < G; ++g) weights[g] = *(const uint2 *)(from + slot(lane / 4, g) * SUB);
-        }
-    };
-
-    __device__ __forceinline__ Votes(const Packed &packed, const float *of_sub, const float *lse) {
-        copy_heads(bases, of_sub);
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-            bases[g] = power(bases[g] - lse[g]);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                u32 pair = j < 2 ? packed.weights[g].x : packed.weights[g].y;
-                weights[g][j] = __uint_as_float(j % 2 ? pair & 0xffff0000u : pair << 16);
-                votes[j] = g ? __fmaf_rn(weights[g][j], bases[g], votes[j]) : weights[g][j] * bases[g];
-            }
-        }
-    }
-};
-
-__device__ __forceinline__ int bin_of(float vote) {
-    int bin = (int)(__float_as_uint(vote) / (0x800000 / BINS_PER_OCTAVE)) - (int)LOWEST;
-    return min(max(bin, (int)NO_BIN + 1), BINS - 1);
-}
+// The best tokens of a row by the votes of its query heads, found by a histogram over all its members: bins are 1/64 of
+// an octave wide, about what rounding the queries does to a vote. Of tokens in the bin of the worst, the first are taken.
 
 // Sums over the threads behind this one, in `after`, of numbers with room for all in a word; ends with a barrier.
 __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {
@@ -61,50 +15,9 @@ __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {
     return from - own + __reduce_add_sync(~0u, lane > warp && lane < WARPS ? s.of_warp[lane] : 0);
 }
 
-// How many of this member's tokens vote for each bin and those above, into its places in a.bins and a.coarse. Keeps the
-// bins of all tokens, and the sums of their shares in arrays.unseen.
-__device__ __forceinline__ void leave_bins(
-    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, u32 launch
-) {
-    constexpr int AT_ONCE = !SPILL ? 1 : G <= 4 ? 4 : 2;  // tiles: more where they lie in global memory
-    int thread = threadIdx.x, lane = thread & 31, warp = warp_number();
-    float lse[G];
-#pragma unroll
-    for (int g = 0; g < G; ++g) lse[g] = s.lse[g];
-    for (int first = warp; first * TILE < span.count; first += WARPS * AT_ONCE) {
-        Votes::Packed packed[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) packed[i].load(arrays, span, first + i * WARPS);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            int tile = first + i * WARPS, sub = tile * TILE + lane / 4;
-            if (tile * TILE >= span.count) break;
-            bool there = sub < span.count;
-            Votes v(packed[i], arrays.bases + (there ? sub : 0) * G, lse);
-            u32 candidates = span.inside(tile) ? 15 : there ? span.candidates((span.begin + sub) * SUB + lane % 4 * 4) : 0;
-            int bins[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                // What may not be chosen counts in NO_BIN, which is no threshold: a branch would take longer.
-                bins[j] = bin_of(v.votes[j]) & (int)(0u - (candidates >> j & 1));
-                atomicAdd(arrays.bins + bins[j], 1);
-            }
-            if (there)
-                *(uint2 *)(arrays.own_bins + sub * SUB + lane % 4 * 4) =
-                    make_uint2(bins[0] | bins[2] << 16, bins[1] | bins[3] << 16);  // as `reach` reads them
-            if (!REST) continue;
-            __align__(16) float shares[G];
-#pragma unroll
-            for (int g = 0; g < G; g += 2) {  // rows of two heads, times ones
-                int other = min(g + 1, G - 1);
-                uint2 one = packed[i].weights[g], two = packed[i].weights[other];
-                float sums[4] = {0.f, 0.f, 0.f, 0.f};
-                multiply16<false>(sums, one.x, two.x, one.y, two.y, 0x3f803f80u, 0x3f803f80u);
-                shares[g] = sums[0] * v.bases[g], shares[other] = (other > g ? sums[2] : sums[0]) * v.bases[other];
-            }
-            if (there && lane % 4 == 0) copy_heads(arrays.unseen + sub * G, shares);
-        }
-    }
+// How many of this member's tokens vote for each bin and those above, into its places in a.bins and a.coarse.
+__device__ __forceinline__ void leave_bins(const Arguments &a, const Arrays &arrays, Shared &s, u32 launch) {
+    int thread = threadIdx.x;
     __syncthreads();
     u32 own[OWN_BINS], all = 0;
 #pragma unroll
@@ -191,12 +104,6 @@ __device__ __forceinline__ void find_quota(const Arguments &a, Shared &s, int ro
     if (lane == 0) s.own_quota = quota, s.own_offset = offset;
 }
 
-// What a token weighs for a query head, as a share of all.
-__device__ __forceinline__ float share_of(const Arrays &arrays, const Shared &s, int sub, int g, int token) {
-    float weight = __uint_as_float((u32)arrays.weights[(sub * G + slot(sub, g)) * SUB + token] << 16);
-    return weight * power(arrays.bases[sub * G + g] - s.lse[g]);
-}
-
 // Which of eight tokens have a bin above this one.
 __device__ __forceinline__ u32 reach(const uint4 &bins, u32 bin) {
     u32 least = bin * 0x10001 + 0x80008000u, above = 0;
@@ -206,13 +113,14 @@ __device__ __forceinline__ u32 reach(const uint4 &bins, u32 bin) {
     return (above | above >> 14) & 255;
 }
 
-// Lists this member's tokens that reach the threshold, ascending, in arrays.listed and in the row's list, and takes their
-// shares out of the unseen; of the threshold's bin as many as the row has room for.
-__device__ __forceinline__ void list_tokens(
+// Lists this member's tokens that reach the threshold, ascending, in arrays.listed behind `ends` others and in the row's
+// list; of the threshold's bin as many as the row has room for. Returns how many.
+__device__ __forceinline__ int list_tokens(
     const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, int row, u32 wanted, u32 threshold, u32 launch,
-    int *list
+    int ends, int *list
 ) {
     int thread = threadIdx.x, lane = thread & 31, warp = warp_number(), tokens = span.count * SUB;
+    int *listed = arrays.listed + ends, *physical = arrays.physical + ends;
     // A lane takes up to 64 neighbouring tokens at a time, and keeps in the place of their bins which of them are better
     // than the worst, and which are in its bin.
     int eights = min(8, (tokens + THREADS * 8 - 1) / (THREADS * 8)), laps = (tokens + THREADS * 64 - 1) / (THREADS * 64);
@@ -256,28 +164,63 @@ __device__ __forceinline__ void list_tokens(
             u32 at = at_better + min(at_tied, quota);
             bool is_better = better >> i & 1;
             if (is_better || at_tied < quota) {
-                arrays.listed[at] = span.begin * SUB + token, arrays.physical[at] = arrays.pages[token / SUB];
-                list[offset + at] = arrays.listed[at];
+                listed[at] = span.begin * SUB + token, physical[at] = arrays.pages[token / SUB];
+                list[offset + at] = listed[at];
             }
             at_better += is_better, at_tied += !is_better;
         }
     }
     if (thread == THREADS - 1) s.own_listed = above + min(equal, quota);
     __syncthreads();
-    // Those of a sub by one thread: a sum must not depend on who comes first.
-    for (int first = thread; REST && first < s.own_listed; first += THREADS) {
-        int sub = arrays.listed[first] / SUB - span.begin;
-        if (first && arrays.listed[first - 1] / SUB - span.begin == sub) continue;
-        float chosen[G];
+    return s.own_listed;
+}
+
+// Takes the weights of `count` tokens, from `from` on among those that this member attends, out of the unseen.
+__device__ __forceinline__ void see(
+    const Arguments &a, const Arrays &arrays, const Shared &s, const Span &span, const u8 *rows, int from, int count
+) {
+    constexpr int AT_ONCE = BINS / G;
+    int lane = threadIdx.x & 31, t = lane % 4;
+    float *weights = (float *)arrays.bins;  // [AT_ONCE, G], the bins have been told
+    for (int start = 0; start < count; start += AT_ONCE) {
+        const int *listed = arrays.listed + from + start, *physical = arrays.physical + from + start;
+        int now = min(AT_ONCE, count - start);
+        for (int first = warp_number() * 16; first < now; first += WARPS * 16) {
+            Codes of;
+            int at[2];
 #pragma unroll
-        for (int g = 0; g < G; ++g) chosen[g] = 0.f;
-        for (int at = first; at < s.own_listed && arrays.listed[at] / SUB - span.begin == sub; ++at)
+            for (int i = 0; i < 2; ++i)
+                at[i] = min(first + i * 8 + lane / 4, now - 1), of.load(a, rows, i, listed[at[i]], physical[at[i]]);
+#pragma unroll 1
+            for (int pass = 0; pass < PASSES; ++pass) {
+                QueryBits query(s, pass);
+                int g = pass * 4 + t, dots[2] = {0, 0};
 #pragma unroll
-            for (int g = 0; g < G; ++g) chosen[g] += share_of(arrays, s, sub, g, arrays.listed[at] % SUB);
+                for (int bit = BITS - 1; bit >= 0; --bit) query.add_products(dots, of.codes[bit]);
 #pragma unroll
-        for (int g = 0; g < G; ++g) {
-            float &unseen = arrays.unseen[sub * G + g];
-            unseen = fmaxf(unseen - chosen[g], 0.f);
+                for (int i = 0; i < 2 && g < G; ++i) {
+                    float base = arrays.bases[(listed[at[i]] / SUB - span.begin) * G + g];
+                    weights[at[i] * G + g] = Head(a, s, g).weight(dots[i], of.factors[i], base);  // the last ones alike
+                }
+            }
         }
+        __syncthreads();
+        // Those of a sub by one thread: a sum must not depend on who comes first.
+        for (int first = threadIdx.x; first < now; first += THREADS) {
+            int sub = listed[first] / SUB;
+            if (first && listed[first - 1] / SUB == sub) continue;
+            float seen[G];
+#pragma unroll
+            for (int g = 0; g < G; ++g) seen[g] = 0.f;
+            for (int at = first; at < now && listed[at] / SUB == sub; ++at)
+#pragma unroll
+                for (int g = 0; g < G; ++g) seen[g] += weights[at * G + g];
+#pragma unroll
+            for (int g = 0; g < G; ++g) {
+                float &unseen = arrays.unseen[(sub - span.begin) * G + g];
+                unseen = fmaxf(unseen - seen[g], 0.f);
+            }
+        }
+        __syncthreads();
     }
 }

@@ -8,10 +8,11 @@ constexpr int WORDS = D / 32;                 // of a code of one bit per channe
 constexpr int LAPS = (WORDS + 3) / 4;         // of a code: 128 channels are multiplied at once
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
 constexpr int QUERY_BITS = 7, MOST = 63;      // of a query's whole numbers that meet codes
-constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
-constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
+constexpr int BINS = 4096, BINS_PER_OCTAVE = 64, COARSE = 64, FINE = BINS / COARSE;
+constexpr u32 LOWEST = (127 - 30) * BINS_PER_OCTAVE;  // votes of 2^-30 and less fall in the first bin, of 2^34 in the last
+constexpr u32 NO_BIN = 0;                     // votes fall in bins from 1 on
 constexpr int OWN_BINS = BINS / THREADS;
-constexpr float NOTHING = -1e30f;             // largest base of no tokens
+constexpr float MOST_BASE = 60.f;             // larger ones would leave float32
 constexpr int MEAN_UNIT = 16;                 // of a mean's whole numbers as bytes
 
 struct Arguments {
@@ -21,9 +22,9 @@ struct Arguments {
     const int *spans;
     int *tokens, *counts;
     u16 *out;
-    u64 *shares;               // [rows, members, G], log2 of each query head's sum of weights, as `tell` writes it
+    u64 *shares;               // [rows, members, G], log2 of what a member's sinks and window weigh, as `tell` writes it
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
-    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind what else does
+    u8 *spill;                 // [rows, members, spill_bytes], if SPILL
     u64 *parts;                // [rows, members, RECORD], numbers that `tell` writes
     u32 *launches;             // [rows, 2], launches that have ended, and those of them that ranked tokens
     u64 *visible, *estimated;  // [sequences]
@@ -42,7 +43,7 @@ struct __align__(16) Shared {
     u32 bits[PASSES * 4][QUERY_BITS + 1][4 * LAPS];  // the same up to MOST, bit by bit, and zeros
     float unit[G], fine_unit[G];           // of numbers up to MOST and of 16 bits
     float sum[G], noise[G];                // of the former; factor of a squared factor
-    float lse[G];                          // log2 of the sum of all weights
+    float past[G];                         // log2 of what sinks and window weigh
     float rest[WARPS * G];
     u32 of_warp[2 * WARPS];
     u32 sums[THREADS];
@@ -50,16 +51,15 @@ struct __align__(16) Shared {
     u32 word[8];
 };
 
-// What lies in dynamic shared memory, one array behind the other; all but the first may lie in global memory.
+// What lies in dynamic shared memory, one array behind the other; the last ones may lie in global memory.
 struct Arrays {
     u32 *bins;      // [BINS]
     int *listed, *physical;  // [LIST], tokens that this member attends, and the physical pages they are in
     int *pages;     // [own_subs], physical
-    float *bases;   // [own_subs, G], log2 of the weight of a sub's mean key
-    float *unseen;  // [own_subs, G], shares of what is not visible of a sub
-    float *scales;  // [own_subs], of mean values
+    float *bases;   // [own_subs, G], as Head has them
     u16 *own_bins;  // [own_subs, SUB], the bin of each token's votes, NO_BIN of what may not be chosen
-    u16 *weights;   // [own_subs, G, SUB] bfloat16, a token's weight over that of its base, 0 where there is none
+    float *unseen;  // [own_subs, G], weights of what is not visible of a sub
+    float *scales;  // [own_subs], of mean values
     float *parts;   // of warps, over all the others, which have done their work then
     static __device__ __forceinline__ float *take(float *&from, int count) { return from += count, from - count; }
     __device__ __forceinline__ Arrays(const Arguments &a, char *shared) {
@@ -67,17 +67,13 @@ struct Arrays {
         listed = (int *)(bins + BINS), physical = listed + LIST;
         pages = physical + LIST;
         float *near = (float *)(pages + a.own_subs), *far = (float *)(a.spill + blockIdx.x * a.spill_bytes);
+        bases = take(SPILL > 0 ? far : near, a.own_subs * G);
         own_bins = (u16 *)take(SPILL > 1 ? far : near, a.own_subs * SUB / 2);
-        scales = take(SPILL > 3 ? far : near, a.own_subs);
-        unseen = take(SPILL > 3 ? far : near, a.own_subs * G);
-        bases = take(SPILL > 2 ? far : near, a.own_subs * G);
+        unseen = take(SPILL > 2 ? far : near, a.own_subs * G);
+        scales = take(SPILL > 2 ? far : near, a.own_subs);
         parts = (float *)shared;
-        weights = (u16 *)(SPILL ? far : near);
     }
 };
-
-// Where the weights of a query head lie among those of a sub, so that neighbouring subs are read without a conflict.
-__device__ __forceinline__ int slot(int sub, int g) { return G == 4 ? g ^ (sub & 3) : G == 2 ? g ^ (sub >> 1 & 1) : g; }
 
 // The subs of a member, and the tokens of a row that may be chosen.
 struct Span {
@@ -106,6 +102,11 @@ __device__ __forceinline__ const u8 *of_page(const u8 *from, const Arguments &a,
 // A mean's whole numbers, in MEAN_UNITs: of the first channels of four bytes, or of the second.
 __device__ __forceinline__ u32 mean_bytes(u32 pairs, bool second) {
     return (second ? pairs & 0xf0f0f0f0u : pairs << 4 & 0xf0f0f0f0u) ^ 0x80808080u;
+}
+
+__device__ __forceinline__ int bin_of(float vote) {
+    int bin = (int)(__float_as_uint(vote) / (0x800000 / BINS_PER_OCTAVE)) - (int)LOWEST;
+    return min(max(bin, (int)NO_BIN + 1), BINS - 1);
 }
 
 __device__ __forceinline__ float power(float x) {

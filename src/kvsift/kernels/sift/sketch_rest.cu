@@ -2,7 +2,7 @@
 // bytes, 16 channels by 32 subs by four query heads. Weights are whole numbers of 16 bits, in units of the largest of a
 // query head: columns n and n + 4 have the two bytes of head n.
 
-constexpr int MEANS = 32, SETS = 2;  // subs that are multiplied at once, and how many times as many are read ahead
+constexpr int MEANS = 32;  // subs that are multiplied at once, and read ahead: twice as many take longer
 constexpr int CHANNELS = D < 128 ? D : 128, HEAD_PASSES = D * HEAD_TILES < 256 ? 2 : 1;  // for which registers have room
 
 // A lane's channels of the mean values of MEANS subs: as many channels as of values that it attends.
@@ -34,20 +34,10 @@ struct Means {
     }
 };
 
-// Mean values of the warp's next subs, from `start` on.
-__device__ __forceinline__ void load_means(
-    Means (&means)[SETS], const Arguments &a, const Arrays &arrays, const Span &span, const u8 *rows, int start, int channel
-) {
-#pragma unroll
-    for (int set = 0; set < SETS; ++set)
-        if (start + set * WARPS * MEANS < span.count)
-            means[set].load(a, arrays, span, rows, start + set * WARPS * MEANS, channel);
-}
-
 // This warp's part of the estimate into its softmax, and the sums of its shares into s.rest. ``means`` are the first
 // channels of its first subs.
 __device__ __forceinline__ void add_rest(
-    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means (&means)[SETS],
+    const Arguments &a, const Arrays &arrays, Shared &s, const Span &span, const u8 *rows, Means &means,
     Softmax &softmax
 ) {
     constexpr float MOST_WEIGHT = 32512.f;
@@ -82,7 +72,7 @@ __device__ __forceinline__ void add_rest(
         int g = tile * 8 + group;
         float own = group / 4 == 0 ? share[2 * tile] : share[min(2 * tile + 1, PASSES - 1)];
         if (t == 0 && g < G) s.rest[warp * G + g] = own;
-        softmax.top[tile] = g < G ? s.lse[g] : 0.f, softmax.total[tile] = t == 0 && g < G ? own : 0.f;
+        softmax.top[tile] = g < G ? s.past[g] : 0.f, softmax.total[tile] = t == 0 && g < G ? own : 0.f;
     }
 #pragma unroll
     for (int part = 0; part < D / CHANNELS * ((PASSES + HEAD_PASSES - 1) / HEAD_PASSES); ++part) {
@@ -94,8 +84,9 @@ __device__ __forceinline__ void add_rest(
             for (int n = 0; n < CHANNELS / 16; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[pass][n][i] = 0;
-        if (part) load_means(means, a, arrays, span, rows, warp * MEANS, channel);
-        auto multiply = [&](const Means &of_subs, int start) {
+        if (part && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, channel);
+#pragma unroll 1
+        for (int start = warp * MEANS; start < span.count; start += WARPS * MEANS) {
             u32 weights[HEAD_PASSES][2];
 #pragma unroll
             for (int four = 0; four < 2; ++four)
@@ -116,7 +107,7 @@ __device__ __forceinline__ void add_rest(
 #pragma unroll
             for (int word = 0; word < CHANNELS / 64; ++word) {
                 u32 x[4], y[4];
-                of_subs.transpose(x, word, 0), of_subs.transpose(y, word, 1);
+                means.transpose(x, word, 0), means.transpose(y, word, 1);
 #pragma unroll
                 for (int pair = 0; pair < 4; ++pair)
 #pragma unroll
@@ -127,15 +118,8 @@ __device__ __forceinline__ void add_rest(
                                 mean_bytes(y[pair], false), mean_bytes(y[pair], true), weights[pass][0], weights[pass][1]
                             );
             }
-        };
-#pragma unroll 1
-        for (int first = warp * MEANS; first < span.count; first += SETS * WARPS * MEANS)
-#pragma unroll
-            for (int set = 0; set < SETS; ++set) {
-                int start = first + set * WARPS * MEANS, next = start + SETS * WARPS * MEANS;
-                if (start < span.count) multiply(means[set], start);
-                if (next < span.count) means[set].load(a, arrays, span, rows, next, channel);
-            }
+            if (start + WARPS * MEANS < span.count) means.load(a, arrays, span, rows, start + WARPS * MEANS, channel);
+        }
         // Of a tile's two passes, lanes of t below 2 have the high bytes of the first one, the others those of the second.
 #pragma unroll
         for (int pass = first_pass; pass < min(PASSES, first_pass + HEAD_PASSES); ++pass) {
@@ -160,14 +144,14 @@ __device__ __forceinline__ void add_estimated(const Arguments &a, const Shared &
     int lane = threadIdx.x & 31;
     const u64 *records = a.parts + (i64)row * a.members * RECORD + G * D;
     for (int g = WARPS - 1 - threadIdx.x / 32; g < G; g += WARPS) {
-        float rest, all;  // of the weights, over that of s.lse
+        float rest, all;  // of the weights, over that of s.past
         Listener others{launch};
         do {
             others.told = true, rest = all = 0.f;
             for (int m = lane; m < a.members; m += 32) {
                 const u64 *of_head = records + (i64)m * RECORD + g;
                 float top = others.hear(of_head), total = others.hear(of_head + G);
-                rest += others.hear(of_head + 2 * G), all += total * exp2f(top - s.lse[g]);
+                rest += others.hear(of_head + 2 * G), all += total * exp2f(top - s.past[g]);
             }
         } while (!others.told);
         float share = warp_sum(rest) / warp_sum(all);

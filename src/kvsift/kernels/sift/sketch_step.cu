@@ -2,29 +2,39 @@
 // are compiled as one (kernels/sketch_launch.py).
 //
 // The rows (sequence, KV head) are shared out among a.members blocks each. A member
-//   1. weighs its tokens by their codes and leaves each query head's sum of weights; waits for the others,
-//   2. turns weights into votes and leaves a histogram of them; waits for the others,
+//   1. weighs its share of sinks and window exactly; waits for the others,
+//   2. weighs its tokens by their codes next to these, and leaves a histogram of their votes; waits for the others,
 //   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
 //      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
 // HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), CODED (which are codes with scales), REST
-// (estimate what is not visible), SPILL (1: weights lie in global memory, 2: own_bins too, 3: bases, 4: unseen and scales),
+// (estimate what is not visible), SPILL (1: bases lie in global memory, 2: own_bins too, 3: unseen and scales),
 // WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
 
-// This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
-__device__ __forceinline__ int list_ends(
-    const Arguments &a, const Arrays &arrays, int batch, int first, int stop, int chosen, int held, int listed, int *list
-) {
-    int member = blockIdx.x % a.members, count = first + held - stop;
-    int begin = (u32)count * member / a.members, end = (u32)count * (member + 1) / a.members;
-    for (int i = begin + threadIdx.x; i < end; i += THREADS) {
-        int token = i < first ? i : stop + i - first, at = listed + i - begin;
-        arrays.listed[at] = token, arrays.physical[at] = a.table[batch * a.max_pages + token / PAGE];
-        list[i < first ? i : i + chosen] = token;
+// This member's share of the tokens that are visible anyway: sinks and window.
+struct Ends {
+    int batch, first, stop, begin, end;  // sinks, first token of the window; own share of both
+    __device__ __forceinline__ Ends(const Arguments &a, int batch, int first, int stop, int held)
+        : batch(batch), first(first), stop(stop) {
+        int member = blockIdx.x % a.members, count = first + held - stop;
+        begin = (u32)count * member / a.members, end = (u32)count * (member + 1) / a.members;
     }
-    return listed + end - begin;
-}
+    __device__ __forceinline__ int count() const { return end - begin; }
+    __device__ __forceinline__ int token(int i) const { return i < first ? i : stop + i - first; }
+
+    __device__ __forceinline__ void attend(const Arguments &a, const Arrays &arrays) const {
+        for (int i = begin + threadIdx.x; i < end; i += THREADS) {
+            int page = a.table[batch * a.max_pages + token(i) / PAGE];
+            arrays.listed[i - begin] = token(i), arrays.physical[i - begin] = page;
+        }
+    }
+
+    // Into the row's list, around `chosen` others.
+    __device__ __forceinline__ void list(int *to, int chosen) const {
+        for (int i = begin + threadIdx.x; i < end; i += THREADS) to[i < first ? i : i + chosen] = token(i);
+    }
+};
 
 // Keys and values of the tokens that this member attends, eight at a time.
 struct Gather {
@@ -68,6 +78,17 @@ struct Gather {
         return __ldcs((const float *)scales + arrays.listed[at] % PAGE);
     }
 
+    // Their weights alone.
+    __device__ __forceinline__ void weigh(const Shared &s, Softmax &softmax) {
+#pragma unroll 1
+        while (unit < listed) {
+            softmax.add_parts<0, PARTS>(s.queries, [&](int i) { return i < AHEAD ? rows[i % AHEAD] : load(i); });
+            softmax.weigh(min(UNIT, listed - unit), a.scale, a.softcap, scales);
+            unit += WARPS * UNIT;
+            if (unit < listed) request();
+        }
+    }
+
     __device__ __forceinline__ void attend(const Shared &s, Softmax &softmax) {
 #pragma unroll 1
         while (unit < listed) {
@@ -108,32 +129,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         weigher.load(loaded[0], warp, page);
     }
     for (int i = thread; i < BINS / 4; i += THREADS) ((uint4 *)arrays.bins)[i] = make_uint4(0, 0, 0, 0);
+    bool all = !ranks && chosen > 0;  // are visible, and none is chosen
+    if (all) stop = first, chosen = 0;
+    Ends ends(a, batch, first, stop, held);
+    ends.attend(a, arrays);
+    __syncthreads();
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
     u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
-    rotate_queries(a, s, row);
+    Softmax softmax;
+    softmax.clear();
+    Gather past(a, arrays, head, ranks ? ends.count() : 0);
     place_queries(s.queries, a.queries + (i64)row * G * D);
     __syncthreads();
     if (CODED) turn_queries(s.queries);
 
     int *list = a.tokens + (i64)row * CAPACITY;
-    int listed = 0;
-    Softmax softmax;
-    softmax.clear();
-    Means means[SETS];
+    int listed = ends.count();
+    Means means;
     if (ranks) {
-        float top[PASSES], total[PASSES];
-#pragma unroll
-        for (int pass = 0; pass < PASSES; ++pass) top[pass] = NOTHING, total[pass] = 0.f;
+        past.weigh(s, softmax);
+        leave_past(a, (float *)s.sums, softmax, launch);
+        softmax.clear();
+        rotate_queries(a, s, row);  // while the others' numbers are under way
+        sum_past(a, s, row, launch);
         auto weigh = [&](Weigher::Loaded &now, Weigher::Loaded &next, int tile) {
             if (lane < TILE) arrays.pages[tile * TILE + lane] = page;
             if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(now.scales >> 16);
             page = next_page, next_page = weigher.page_of(tile + 2 * WARPS);
             if (Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
             weigher.hide(now, tile);
+            float votes[TILE / 2][4] = {};
 #pragma unroll 1  // else operands of one pass are kept for the next, in local memory
-            for (int pass = 0; pass < PASSES; ++pass) weigher.weigh(now, tile, pass, s, top[pass], total[pass]);
+            for (int pass = 0; pass < PASSES; ++pass) weigher.weigh(now, tile, pass, s, votes);
+            weigher.count(tile, votes);
             if (!Weigher::AHEAD) weigher.load(next, tile + WARPS, page);
         };
         for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
@@ -142,27 +172,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
             tile += WARPS;
             if (tile * TILE < span.count) weigh(loaded[1], loaded[0], tile);
         }
-        leave_shares(a, (float *)s.sums, top, total, launch);
-        sum_shares(a, s, row, launch);
-        leave_bins(a, arrays, s, span, ranked);
-        if (REST) load_means(means, a, arrays, span, rows, warp * MEANS, 0);
+        leave_bins(a, arrays, s, ranked);
+        if (REST && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, 0);
         if (chosen > 0) {
             u32 threshold = find_threshold(a, s, row, chosen, ranked);
-            list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, list + first);
-            listed = s.own_listed;
+            listed += list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, ends.count(), list + first);
         }
-    } else if (chosen > 0) {  // all are visible
-        stop = first;
     }
-    listed = list_ends(a, arrays, batch, first, stop, ranks || chosen == 0 ? chosen : 0, held, listed, list);
+    ends.list(list, chosen);
     if (member == 0 && thread == 0) {
-        int visible = first + held - stop + (ranks || chosen == 0 ? chosen : 0);
+        int visible = first + held - stop + chosen;
         a.counts[row] = visible;
         if (a.visible) atomicAdd(a.visible + batch, (u64)visible);
     }
     __syncthreads();
-    Gather gather(a, arrays, head, listed);
     bool estimates = REST && ranks;
+    if (estimates) see(a, arrays, s, span, rows, ends.count(), listed - ends.count());
+    Gather gather(a, arrays, head, listed);
     if (estimates) add_rest(a, arrays, s, span, rows, means, softmax);
     gather.attend(s, softmax);
     __syncthreads();

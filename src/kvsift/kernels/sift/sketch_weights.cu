@@ -106,6 +106,35 @@ __device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, in
     }
 }
 
+// What turns products with a query head into weights next to sinks and window; no weight where there is no such head.
+struct Head {
+    float unit, offset, noise, past, cap;
+    __device__ __forceinline__ Head(const Arguments &a, const Shared &s, int g) : cap(a.softcap * LOG2E) {
+        bool there = g < G;
+        unit = there ? s.unit[g] * LOG2E : 0.f, offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
+        unit *= 2.f;  // a code is twice its bits, less 1 or 3
+        noise = there ? s.noise[g] : 1.f, past = there ? s.past[g] : -NEGATIVE_INFINITY;
+    }
+
+    // What the weights of a page's tokens begin with: log2 of that of its mean key; the mean's logit if logits are capped.
+    __device__ __forceinline__ float base_of(float logit) const { return CAPPED ? logit : fminf(logit - past, MOST_BASE); }
+
+    __device__ __forceinline__ float weight(int dot, float factor, float base) const {
+        float product = fmaf((float)dot, unit, offset);
+        if (!CAPPED) return power(fmaf(factor, fmaf(-noise, factor, product), base));
+        return factor > 65504.f ? 0.f : power(cap * tanhf(fmaf(factor, product, base) / cap) - past);
+    }
+};
+
+// Sums of four numbers over four lanes, `step` apart; each of these lanes gets the one of its place among them.
+__device__ __forceinline__ float sum_of_four(const float (&x)[4], int step) {
+    bool odd = threadIdx.x & step, upper = threadIdx.x & 2 * step;
+    float one = odd ? x[1] : x[0], two = odd ? x[3] : x[2];
+    one += __shfl_xor_sync(~0u, odd ? x[0] : x[1], step);
+    two += __shfl_xor_sync(~0u, odd ? x[2] : x[3], step);
+    return (upper ? two : one) + __shfl_xor_sync(~0u, upper ? one : two, 2 * step);
+}
+
 __device__ __forceinline__ uint4 load_once(const u8 *from, u64 policy) {
     uint4 x;
     asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -196,32 +225,22 @@ struct Weigher {
         return (span.begin + min(sub, span.count - 1)) % PAGE_SUBS * SUB;
     }
 
-    // Weighs the query heads of a pass; the largest base and the sum of weights over it of this lane in `top`, `total`.
-    // Behind the last sub the last one is weighed again, and hidden.
+    // Weighs the query heads of a pass: leaves bases and sums of weights of the subs, and adds to the votes of tokens of
+    // TILE / 2 subs. Behind the last sub the last one is weighed again, and hidden.
     __device__ __forceinline__ void weigh(
-        const Loaded &from, int tile, int pass, const Shared &s, float &top, float &total
+        const Loaded &from, int tile, int pass, const Shared &s, float (&votes)[TILE / 2][4]
     ) const {
         int group = lane / 4, t = lane % 4, g = pass * 4 + t;
         bool there = G % 4 == 0 || g < G;
-        float unit = there ? s.unit[g] * LOG2E : 0.f, noise = there ? s.noise[g] : 0.f;
-        float offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
-        unit *= 2.f;  // a code is twice its bits, less 1 or 3
-        float base = mean_logits(from, s.halves[group % 2][pass * 4 + group / 2]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
-        float cap = a.softcap * LOG2E, best = top, bases[TILE / 2], uncapped[TILE / 2];
-#pragma unroll
-        for (int i = 0; CAPPED && i < TILE / 2; ++i) uncapped[i] = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
-        if (CAPPED) base = cap * tanhf(base / cap);
+        Head head(a, s, there ? g : G);
+        float fine_unit = there ? s.fine_unit[g] * LOG2E : 0.f;
+        float base = head.base_of(mean_logits(from, s.halves[group % 2][pass * 4 + group / 2]) * fine_unit);
         if (there) arrays.bases[(tile * TILE + group) * G + g] = base;
-#pragma unroll
-        for (int i = 0; i < TILE / 2; ++i) {
-            bases[i] = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
-            best = fmaxf(best, bases[i]);
-        }
-        total *= power(top - best), top = best;
         QueryBits query(s, pass);
-        u16 *own = arrays.weights + (tile * TILE + group / 4) * G * SUB + group % 4 * 4;
+        float sums[TILE / 2];
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i) {
+            float own_base = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
             float weights[4];
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {  // neighbours, which lie in neighbouring registers
@@ -239,20 +258,34 @@ struct Weigher {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
                     u32 pair = j ? from.factors[i].y : from.factors[i].x;
-                    float f = from_half(k ? pair >> 16 : pair & 0xffff), product = fmaf((float)dots[k], unit, offset);
-                    if (CAPPED) {
-                        product = cap * tanhf((uncapped[i] + f * product) / cap) - bases[i];
-                        product = f > 65504.f ? NEGATIVE_INFINITY : product;
-                    } else {
-                        product = f * fmaf(-noise, f, product);
-                    }
-                    weights[j + k] = power(product);
+                    weights[j + k] = head.weight(dots[k], from_half(k ? pair >> 16 : pair & 0xffff), own_base);
                 }
             }
-            total += (weights[0] + weights[1] + (weights[2] + weights[3])) * power(bases[i] - top);
-            if (there)
-                *(uint2 *)(own + (2 * i * G + slot(2 * i + group / 4, g)) * SUB) =
-                    make_uint2(to_bfloat2(weights[0], weights[1]), to_bfloat2(weights[2], weights[3]));
+            sums[i] = weights[0] + weights[1] + (weights[2] + weights[3]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) votes[i][j] += weights[j];
+        }
+        float of_sub = sum_of_four(sums, 4);
+        if (there) arrays.unseen[(tile * TILE + group % 4 * 2 + group / 4) * G + g] = of_sub;
+    }
+
+    // Counts the bins that the votes of a tile's tokens fall in, and keeps them.
+    __device__ __forceinline__ void count(int tile, const float (&votes)[TILE / 2][4]) const {
+        int group = lane / 4, t = lane % 4;
+        u32 candidates = ~0u;
+        if (!span.inside(tile))
+#pragma unroll
+            for (int i = 0; i < TILE / 2; ++i) {
+                int sub = tile * TILE + 2 * i + group / 4, token = (span.begin + sub) * SUB + group % 4 * 4 + t;
+                if (sub >= span.count || token < span.first || token >= span.stop) candidates &= ~(1u << i);
+            }
+#pragma unroll
+        for (int i = 0; i < TILE / 2; ++i) {
+            int sub = tile * TILE + 2 * i + group / 4;
+            // What may not be chosen counts in NO_BIN, which is no threshold: a branch would take longer.
+            int bin = bin_of(sum_of_four(votes[i], 1)) & (int)(0u - (candidates >> i & 1));
+            atomicAdd(arrays.bins + bin, 1);
+            arrays.own_bins[sub * SUB + group % 4 * 4 + t % 2 * 2 + t / 2] = bin;  // as `reach` reads them
         }
     }
 
@@ -271,22 +304,37 @@ struct Weigher {
     }
 };
 
-// log2 of each query head's sum of weights of this member, into its place in a.shares.
-__device__ __forceinline__ void leave_shares(
-    const Arguments &a, float *scratch, float (&top)[PASSES], float (&total)[PASSES], u32 launch
-) {
+// Codes and factors of tokens lane / 4 and lane / 4 + 8 of sixteen of this member, once more: what they weigh is part of
+// sums in a.unseen.
+struct Codes {
+    u32 codes[BITS][LAPS][2];
+    float factors[2];
+    __device__ __forceinline__ void load(const Arguments &a, const u8 *rows, int i, int token, int page) {
+        const u8 *row = of_page(rows, a, page);
+        int within = token % PAGE, t = threadIdx.x % 4;
+#pragma unroll
+        for (int bit = 0; bit < BITS; ++bit)
+#pragma unroll
+            for (int lap = 0; lap < LAPS; ++lap) {
+                int word = bit * WORDS + (4 * lap + t) % WORDS;
+                codes[bit][lap][i] = __ldg((const u32 *)row + word * PAGE + within);
+            }
+        factors[i] = from_half(__ldg((const u16 *)(row + FACTORS) + within));
+    }
+};
+
+// log2 of what this member's sinks and window weigh for each query head, exactly, into its place in a.shares. `softmax`
+// is that of this warp.
+__device__ __forceinline__ void leave_past(const Arguments &a, float *scratch, const Softmax &softmax, u32 launch) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-#pragma unroll
-        for (int other = 4; other < 32; other <<= 1) {
-            float their_top = __shfl_xor_sync(~0u, top[pass], other);
-            float theirs = __shfl_xor_sync(~0u, total[pass], other), best = fmaxf(top[pass], their_top);
-            if (best > NEGATIVE_INFINITY)
-                total[pass] = total[pass] * power(top[pass] - best) + theirs * power(their_top - best), top[pass] = best;
-        }
-        int g = pass * 4 + lane;
-        if (lane < 4 && g < G) scratch[(g * 2) * WARPS + warp] = top[pass], scratch[(g * 2 + 1) * WARPS + warp] = total[pass];
+    for (int tile = 0; tile < HEAD_TILES; ++tile) {
+        int g = tile * 8 + lane / 4;
+        float total = softmax.total[tile];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (lane % 4 == 0 && g < G)
+            scratch[g * 2 * WARPS + warp] = softmax.top[tile], scratch[(g * 2 + 1) * WARPS + warp] = total;
     }
     __syncthreads();
     for (int g = warp; g < G; g += WARPS) {
@@ -298,8 +346,8 @@ __device__ __forceinline__ void leave_shares(
     }
 }
 
-// The same over all members, into s.lse.
-__device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int row, u32 launch) {
+// The same over all members, into s.past; 0 where there is neither.
+__device__ __forceinline__ void sum_past(const Arguments &a, Shared &s, int row, u32 launch) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     for (int g = warp; g < G; g += WARPS) {
         float best, sum;
@@ -313,7 +361,7 @@ __device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int ro
         } while (!others.told);
         float top = warp_max(best);
         sum = warp_sum(top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f);
-        if (lane == 0) s.lse[g] = sum > 0.f ? top + log2f(sum) : 0.f;
+        if (lane == 0) s.past[g] = sum > 0.f ? top + log2f(sum) : 0.f;
     }
     __syncthreads();
 }
