@@ -10,29 +10,27 @@ from kernels.test_sketch_attention import Case, Step, draw, step
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import have_nvrtc
-from kvsift.kernels.merge import merge_reference, with_sink_logit
-from kvsift.kernels.page_attention import listed_tokens, masked_part
+from kvsift.kernels.merge import with_sink_logit
+from kvsift.kernels.page_attention import masked_part
 from kvsift.kernels.sketch import (
     SketchLayout,
     Unpacked,
     estimated_logits,
-    estimated_rest,
     log_weights,
     random_rotation,
     sketch_rows,
     unpack,
 )
 from kvsift.kernels.sketch import votes as sums_of_votes
-from kvsift.kernels.sketch_attention import sketch_attention_reference
+from kvsift.kernels.sketch_attention import answer_reference, sketch_attention_reference
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
-from kvsift.types import Part
 
 needs_nvrtc = pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU or newer, and NVRTC")
 pytestmark = [pytest.mark.gpu, needs_nvrtc]
 VALUES = [(1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16), (1, torch.float16)]  # bits, dtype
-BIN = 2.0 ** (1 / 60)  # votes are told apart by bins of 1/64 octave
-LEAST, MOST = 2.0**-30, 2.0**34  # votes below are all alike, and those above
+BIN = 2.0 ** (1 / 120)  # votes are told apart by bins of 1/128 octave
+LEAST, MOST = 2.0**-22, 2.0**10  # votes below are all alike, and those above
 
 
 def rounded_log_weights(queries: Tensor, rows: Unpacked, bits: int, softcap: float | None) -> Tensor:
@@ -51,28 +49,19 @@ def answer(
 ) -> tuple[Tensor, float, Tensor]:
     """What the specification answers with these lists, the estimated shares of all heads, and votes of candidates."""
     kv, (first, stop, chosen, _) = case.kv, case.spans[row].tolist()
-    scale, softcap = kv.head_dim**-0.5, how.get("softcap")
-    mask = listed_tokens(tokens, counts, int(kv.lengths[row]), 1)
-    part = masked_part(case.queries[row], kv, row, mask, scale, softcap)
-    share, votes = 0.0, torch.zeros(kv.num_kv_heads, 0, device=DEVICE)
+    queries, scale, softcap = case.queries[row], kv.head_dim**-0.5, how.get("softcap")
+    votes, others = torch.zeros(kv.num_kv_heads, 0, device=DEVICE), None
     if stop > first:
         pages = kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()
-        unpacked, skipped = (
-            unpack(case.rows[:, pages], SketchLayout(case.bits, kv.head_dim, kv.page_size)),
-            first % kv.page_size,
-        )
-        weights = rounded_log_weights(case.queries[row, :, None].float() * scale, unpacked, case.bits, softcap)
-        weights = weights[:, skipped : skipped + stop - first]
+        unpacked = unpack(case.rows[:, pages], SketchLayout(case.bits, kv.head_dim, kv.page_size))
+        weights = rounded_log_weights(queries[:, None].float() * scale, unpacked, case.bits, softcap)
+        weights = weights[:, first % kv.page_size :][:, : stop - first]
         at = torch.arange(int(kv.lengths[row]), device=DEVICE)
         past = ((at < first) | (at >= stop)).expand(kv.num_kv_heads, -1)
-        past_lse = masked_part(case.queries[row], kv, row, past, scale, softcap).lse[0]
+        past_lse = masked_part(queries, kv, row, past, scale, softcap).lse[0]
         votes = sums_of_votes(weights.unsqueeze(1), past_lse, kv.num_kv_heads)
-        if rest and chosen < stop - first:
-            estimate = estimated_rest(
-                weights, tokens[:, first : first + chosen].long() - first, unpacked.value_means, kv.page_size, skipped
-            )
-            lse, part = part.lse, merge_reference(part, Part(estimate.output.to(part.output), estimate.lse))
-            share = float((1 - (lse - part.lse).exp()).sum())
+        others = (weights, unpacked.value_means) if rest and chosen < stop - first else None
+    part, share = answer_reference(queries, kv, row, (tokens, counts), first, others, scale=scale, softcap=softcap)
     sink = how.get("sink_logit")
     part = part if sink is None else with_sink_logit(part, sink)
     return part.output[0, :, 0], share, votes

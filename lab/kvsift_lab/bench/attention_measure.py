@@ -17,7 +17,7 @@ from kvsift.kernels.page_attention import listed_tokens, page_attention_referenc
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.score_pages import score_pages_reference
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.kernels.sketch_attention import sketch_attention_reference
+from kvsift.kernels.sketch_attention import answer_reference, candidates_reference, sketch_attention_reference
 from kvsift.kernels.top_pages import visible_pages_reference
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.attention import (
@@ -228,22 +228,28 @@ def _score_gap(scores: Tensor, spans: Tensor, visible: Tensor, expected: Tensor)
 
 
 def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseLaunch) -> dict[str, Any]:
-    """Return the distance of an output from the reference's, and the share of the reference's tokens it attends."""
+    """Return the distance of an output from the reference's over the same tokens, and the share of the reference's
+    tokens among them."""
     attend.units.fill_(-1)
     output, buffers = attend(0), sets[0]
     tokens, counts = torch.full_like(attend.units, -1), torch.zeros_like(attend.counts)
-    outputs = []
+    outputs, bits, scale = [], SKETCHES[attend.kind], point.scale
     for own, queries, kv in heads_of(buffers):
-        outputs.append(
-            sketch_attention_reference(
-                queries, kv, buffers.summaries[attend.kind][own], attend.spans, tokens[:, own], counts[:, own],
-                bits=SKETCHES[attend.kind], rest=True, scale=point.scale,
+        rows, lists = buffers.summaries[attend.kind][own], (tokens[:, own], counts[:, own])
+        sketch_attention_reference(queries, kv, rows, attend.spans, *lists, bits=bits, rest=True, scale=scale)
+        for row, (first, stop, chosen, _) in enumerate(attend.spans.tolist()):
+            found = attend.units[row, own], attend.counts[row, own]
+            span, rest = (first, stop), chosen < stop - first
+            others = candidates_reference(queries[row], kv, rows, row, span, bits=bits, scale=scale, softcap=None)
+            part, _ = answer_reference(
+                queries[row], kv, row, found, first, others if rest else None, scale=scale, softcap=None
             )
-        )  # fmt: skip
+            outputs.append(part.output[0, :, 0])
     expected = listed(tokens, counts, point.context)
     same = listed(attend.units, attend.counts, point.context) & expected
+    exact = torch.stack(outputs).unflatten(0, (buffers.kv.num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
     return {
         "launches": attend.num_launches,
-        "error": distance(output, torch.stack(outputs, 1).flatten(1, 2)),
+        "error": distance(output, exact),
         "same_tokens": int(same.sum()) / int(expected.sum()),
     }

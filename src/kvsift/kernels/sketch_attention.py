@@ -85,13 +85,12 @@ def sketch_attention_reference(
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
     estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    output, layout = torch.zeros_like(queries) if out is None else out, SketchLayout(bits, kv.head_dim, kv.page_size)
+    output = torch.zeros_like(queries) if out is None else out
     for row, (first, stop, chosen, held) in enumerate(spans.tolist()):
-        own, count = slice(row, row + 1), stop - first
-        pages = kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()
-        unpacked, skipped = unpack(rows[:, pages], layout), first % kv.page_size
-        weights = log_weights(queries[row, :, None].float() * scale, unpacked, bits, softcap)[:, 0]
-        weights = weights[:, skipped : skipped + count]
+        own = slice(row, row + 1)
+        weights, value_means = candidates_reference(
+            queries[row], kv, rows, row, (first, stop), bits=bits, scale=scale, softcap=softcap
+        )
         at = torch.arange(int(kv.lengths[row]), device=queries.device)
         past = ((at < first) | (at >= stop) & (at < held)).expand(kv.num_kv_heads, -1)
         past_lse = masked_part(queries[row], kv, row, past, scale, softcap).lse[0]
@@ -99,19 +98,51 @@ def sketch_attention_reference(
         visible_pages_reference(by_list[None], spans[own], tokens.shape[2], out=(tokens[own], counts[own]))
         if dense_below is not None and bool(kv.lengths[row] < dense_below[row]):
             continue
-        mask = listed_tokens(tokens[row], counts[row], int(kv.lengths[row]), 1)
         if visible is not None:
-            visible[row] += mask.sum()
-        part = masked_part(queries[row], kv, row, mask, scale, softcap)
-        if rest and chosen < count:
-            places = tokens[row, :, first : first + chosen].long() - first
-            estimate = estimated_rest(weights, places, unpacked.value_means, kv.page_size, skipped)
-            lse, part = part.lse, merge_reference(part, Part(estimate.output.to(part.output), estimate.lse))
-            if estimated is not None:
-                estimated[row] += (ESTIMATED_WHOLE * (1 - (lse - part.lse).exp()).sum().double()).long()
+            visible[row] += counts[row].sum()
+        others = (weights, value_means) if rest and chosen < stop - first else None
+        lists = tokens[row], counts[row]
+        part, share = answer_reference(queries[row], kv, row, lists, first, others, scale=scale, softcap=softcap)
+        if estimated is not None:
+            estimated[row] += int(ESTIMATED_WHOLE * share)
         part = part if sink_logit is None else with_sink_logit(part, sink_logit)
         output[row] = part.output[0, :, 0]
     return output
+
+
+def candidates_reference(
+    queries: Tensor, kv: PagedKV, rows: Tensor, row: int, span: tuple[int, int], *, bits: int, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Logarithms of the weights of one sequence's candidates, float32 [num_query_heads, count], and the mean values of
+    their pages; queries [num_query_heads, head_dim]."""
+    (first, stop), layout = span, SketchLayout(bits, kv.head_dim, kv.page_size)
+    unpacked = unpack(rows[:, kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()], layout)
+    weights = log_weights(queries[:, None].float() * scale, unpacked, bits, softcap)[:, 0]
+    skipped = first % kv.page_size
+    return weights[:, skipped : skipped + stop - first], unpacked.value_means
+
+
+def answer_reference(
+    queries: Tensor, kv: PagedKV, row: int, lists: tuple[Tensor, Tensor], first: int,
+    others: tuple[Tensor, Tensor] | None, *, scale: float, softcap: float | None,
+) -> tuple[Part, float]:  # fmt: skip
+    """Attention of one sequence's query over its lists [num_kv_heads, capacity] with their counts, merged with the
+    estimate of the candidates, from token ``first`` on, that are not in them (``candidates_reference``; None: no
+    estimate); and the sum of the estimate's shares of all query heads."""
+    tokens, counts = lists
+    mask = listed_tokens(tokens, counts, int(kv.lengths[row]), 1)
+    part = masked_part(queries, kv, row, mask, scale, softcap)
+    if others is None:
+        return part, 0.0
+    weights, value_means = others
+    count = weights.shape[1]
+    there = torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
+    places = tokens.long() - first
+    places = places.masked_fill(~there | (places < 0) | (places >= count), count)
+    estimate = estimated_rest(weights, places, value_means, kv.page_size, first % kv.page_size)
+    lse, part = part.lse, merge_reference(part, Part(estimate.output.to(part.output), estimate.lse))
+    return part, float((1 - (lse - part.lse).exp()).sum().double())
 
 
 def sketch_attention_triton(

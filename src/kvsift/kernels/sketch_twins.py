@@ -87,7 +87,8 @@ def past_kernel(
         new = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - new) + tl.sum(tl.exp2(logits - new[:, None]), 1)
         top = new
-    tl.store(past_ptr + row, tl.where(count > 0, top + tl.log2(total), 0.0), mask=g < G)
+    past = tl.where(count > 0, top + tl.log2(tl.where(count > 0, total, 1.0)), 0.0)
+    tl.store(past_ptr + row, past, mask=g < G)
 
 
 @jit

@@ -1,5 +1,5 @@
-// The best tokens of a row by the votes of its query heads, found by a histogram over all its members: bins are 1/64 of
-// an octave wide, about what rounding the queries does to a vote. Of tokens in the bin of the worst, the first are taken.
+// The best tokens of a row by the votes of its query heads, found by a histogram over all its members: bins are 1/128
+// of an octave wide, about what rounding the queries does to a vote. Of tokens in the bin of the worst, the first are taken.
 
 // Sums over the threads behind this one, in `after`, of numbers with room for all in a word; ends with a barrier.
 __device__ __forceinline__ u32 sum_after(u32 own, Shared &s) {

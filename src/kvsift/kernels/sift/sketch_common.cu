@@ -8,8 +8,8 @@ constexpr int WORDS = D / 32;                 // of a code of one bit per channe
 constexpr int LAPS = (WORDS + 3) / 4;         // of a code: 128 channels are multiplied at once
 constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
 constexpr int QUERY_BITS = 7, MOST = 63;      // of a query's whole numbers that meet codes
-constexpr int BINS = 4096, BINS_PER_OCTAVE = 64, COARSE = 64, FINE = BINS / COARSE;
-constexpr u32 LOWEST = (127 - 30) * BINS_PER_OCTAVE;  // votes of 2^-30 and less fall in the first bin, of 2^34 in the last
+constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
+constexpr u32 LOWEST = (127 - 22) * BINS_PER_OCTAVE;  // votes of 2^-22 and less fall in the first bin, of 2^10 in the last
 constexpr u32 NO_BIN = 0;                     // votes fall in bins from 1 on
 constexpr int OWN_BINS = BINS / THREADS;
 constexpr float MOST_BASE = 60.f;             // larger ones would leave float32
