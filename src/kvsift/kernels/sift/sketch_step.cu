@@ -23,7 +23,7 @@ struct Ends {
     __device__ __forceinline__ int count() const { return end - begin; }
     __device__ __forceinline__ int token(int i) const { return i < first ? i : stop + i - first; }
 
-    __device__ __forceinline__ void attend(const Arguments &a, const Arrays &arrays) const {
+    __device__ __forceinline__ void place(const Arguments &a, const Arrays &arrays) const {
         for (int i = begin + threadIdx.x; i < end; i += THREADS) {
             int page = a.table[batch * a.max_pages + token(i) / PAGE];
             arrays.listed[i - begin] = token(i), arrays.physical[i - begin] = page;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     bool all = !ranks && chosen > 0;  // are visible, and none is chosen
     if (all) stop = first, chosen = 0;
     Ends ends(a, batch, first, stop, held);
-    ends.attend(a, arrays);
+    ends.place(a, arrays);
     __syncthreads();
     // What is above does not depend on the kernel before, what is below may.
     asm volatile("griddepcontrol.wait;" ::: "memory");
