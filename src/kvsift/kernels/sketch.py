@@ -196,7 +196,8 @@ def votes(weights: Tensor, past_lse: Tensor, num_lists: int) -> Tensor:
     to all that is visible anyway.
 
     weights: logarithms, float32 [num_query_heads, num_queries, count]; past_lse [num_query_heads, num_queries],
-    log-sum-exp of the exact logits of sinks and window, or -inf: then weights count as they are.
+    log-sum-exp of the exact logits of sinks and window, or -inf: then weights count as they are. Votes
+    that are far off tie: here those above exp(MOST_VOTE), in the single launch those above 2^10 and those below 2^-22.
     """
     past = past_lse.masked_fill(past_lse == -torch.inf, 0.0).unsqueeze(-1)
     return (weights - past).clamp_max(MOST_VOTE).exp().mean(1).unflatten(0, (num_lists, -1)).sum(1)
