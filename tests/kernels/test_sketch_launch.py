@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.merge import with_sink_logit
-from kvsift.kernels.page_attention import masked_part
 from kvsift.kernels.sketch import (
     SketchLayout,
     Unpacked,
@@ -22,7 +21,7 @@ from kvsift.kernels.sketch import (
     unpack,
 )
 from kvsift.kernels.sketch import votes as sums_of_votes
-from kvsift.kernels.sketch_attention import answer_reference, sketch_attention_reference
+from kvsift.kernels.sketch_attention import answer_reference, past_reference, sketch_attention_reference
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 
@@ -48,7 +47,7 @@ def answer(
     case: Case, row: int, tokens: Tensor, counts: Tensor, rest: bool, **how: Any
 ) -> tuple[Tensor, float, Tensor]:
     """What the specification answers with these lists, the estimated shares of all heads, and votes of candidates."""
-    kv, (first, stop, chosen, _) = case.kv, case.spans[row].tolist()
+    kv, (first, stop, chosen, held) = case.kv, case.spans[row].tolist()
     queries, scale, softcap = case.queries[row], kv.head_dim**-0.5, how.get("softcap")
     votes, others = torch.zeros(kv.num_kv_heads, 0, device=DEVICE), None
     if stop > first:
@@ -56,10 +55,8 @@ def answer(
         unpacked = unpack(case.rows[:, pages], SketchLayout(case.bits, kv.head_dim, kv.page_size))
         weights = rounded_log_weights(queries[:, None].float() * scale, unpacked, case.bits, softcap)
         weights = weights[:, first % kv.page_size :][:, : stop - first]
-        at = torch.arange(int(kv.lengths[row]), device=DEVICE)
-        past = ((at < first) | (at >= stop)).expand(kv.num_kv_heads, -1)
-        past_lse = masked_part(queries, kv, row, past, scale, softcap).lse[0]
-        votes = sums_of_votes(weights.unsqueeze(1), past_lse, kv.num_kv_heads)
+        past = past_reference(queries, kv, row, (first, stop, held), scale=scale, softcap=softcap)
+        votes = sums_of_votes(weights.unsqueeze(1), past, kv.num_kv_heads)
         others = (weights, unpacked.value_means) if rest and chosen < stop - first else None
     part, share = answer_reference(queries, kv, row, (tokens, counts), first, others, scale=scale, softcap=softcap)
     sink = how.get("sink_logit")

@@ -44,6 +44,7 @@ from kvsift_lab.bench.timing import Clock, Timer, graph_clock, interleaved
 from kvsift_lab.numbers import digits
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
+LEAST_SAME = 0.95  # of the reference's tokens; queries of 7 bits choose others among near ties, up to 2 % of them
 KEPT_FREE = 1 / 5  # of free memory: for CUDA graphs, references and libraries
 
 Variants = Iterator[dict[str, Any]]
@@ -147,6 +148,8 @@ class AttentionBench(Bench):
             facts |= check(attend)
             if not facts.get("error", 0.0) <= LARGEST_ERROR:  # NaN is not
                 return facts | {"reason": f"its output is {facts['error']:.2g} away from float32's"}
+            if facts.get("same_tokens", 1.0) < LEAST_SAME:
+                return facts | {"reason": f"{1 - facts['same_tokens']:.1%} of its tokens are not the reference's"}
             return facts | {"timer": self.clock(attend, num_sets)}
         except Exception as error:  # whatever a library raises for a shape that it does not support
             return facts | {"reason": first_line(error)}

@@ -38,12 +38,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift import native
-from kvsift.native.sketch_format import SketchLayout, random_rotation, sketch_layout
+from kvsift.native.sketch_format import MOST_VOTE, SketchLayout, random_rotation, sketch_layout
 from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
 SKETCHES = {"sketch1": 1, "sketch2": 2}  # kind of page summary -> bits per channel
-MOST_VOTE = 40.0  # logarithm; larger ones would leave float32
 PAGES_AT_ONCE = 2048  # bounds temporary memory
 
 
@@ -196,8 +195,8 @@ def votes(weights: Tensor, past_lse: Tensor, num_lists: int) -> Tensor:
     to all that is visible anyway.
 
     weights: logarithms, float32 [num_query_heads, num_queries, count]; past_lse [num_query_heads, num_queries],
-    log-sum-exp of the exact logits of sinks and window, or -inf: then weights count as they are. Votes
-    that are far off tie: here those above exp(MOST_VOTE), in the single launch those above 2^10 and those below 2^-22.
+    log-sum-exp of the exact logits of sinks and window, or -inf: then weights count as they are. Extreme votes tie:
+    here what a head says above exp(MOST_VOTE), in the single launch sums above 2^10 and below 2^-22.
     """
     past = past_lse.masked_fill(past_lse == -torch.inf, 0.0).unsqueeze(-1)
     return (weights - past).clamp_max(MOST_VOTE).exp().mean(1).unflatten(0, (num_lists, -1)).sum(1)

@@ -91,10 +91,8 @@ def sketch_attention_reference(
         weights, value_means = candidates_reference(
             queries[row], kv, rows, row, (first, stop), bits=bits, scale=scale, softcap=softcap
         )
-        at = torch.arange(int(kv.lengths[row]), device=queries.device)
-        past = ((at < first) | (at >= stop) & (at < held)).expand(kv.num_kv_heads, -1)
-        past_lse = masked_part(queries[row], kv, row, past, scale, softcap).lse[0]
-        by_list = votes(weights.unsqueeze(1), past_lse, kv.num_kv_heads)
+        past = past_reference(queries[row], kv, row, (first, stop, held), scale=scale, softcap=softcap)
+        by_list = votes(weights.unsqueeze(1), past, kv.num_kv_heads)
         visible_pages_reference(by_list[None], spans[own], tokens.shape[2], out=(tokens[own], counts[own]))
         if dense_below is not None and bool(kv.lengths[row] < dense_below[row]):
             continue
@@ -108,6 +106,17 @@ def sketch_attention_reference(
         part = part if sink_logit is None else with_sink_logit(part, sink_logit)
         output[row] = part.output[0, :, 0]
     return output
+
+
+def past_reference(
+    queries: Tensor, kv: PagedKV, row: int, span: tuple[int, int, int], *, scale: float, softcap: float | None
+) -> Tensor:
+    """Log-sum-exp over the sinks and the window of one sequence, [num_query_heads, 1]; ``span``: first candidate, the
+    token behind the last, tokens held."""
+    first, stop, held = span
+    at = torch.arange(int(kv.lengths[row]), device=queries.device)
+    visible = ((at < first) | (at >= stop) & (at < held)).expand(kv.num_kv_heads, -1)
+    return masked_part(queries, kv, row, visible, scale, softcap).lse[0]
 
 
 def candidates_reference(

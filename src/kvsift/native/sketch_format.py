@@ -14,6 +14,7 @@ from kvsift.native.shapes import LARGEST_HEAD_DIM
 
 STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
+MOST_VOTE = 40.0  # logarithm of what a head says for a token at most; larger numbers would leave float32
 SECTOR = 32  # bytes that a GPU reads at least
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from kvsift.native.coded_rows import decode_rows_reference
 from kvsift.native.codes import Codes
 from kvsift.native.shapes import HeadRows, PooledRows
-
-MOST_VOTE = 40.0  # logarithm; larger ones would leave float32
+from kvsift.native.sketch_format import MOST_VOTE
 
 
 def attend_dense(

@@ -78,6 +78,14 @@ def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     assert not any("samples_s" in variant for variant in variants[-2:])
 
 
+def test_sketches_that_choose_other_tokens_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_measure, "check_sketch", lambda *_: {"error": 0.0, "same_tokens": 0.9})
+    variants = measured(replace(SMALL, contexts=(128,)))[0]["variants"]
+    sketch = next(variant for variant in variants if variant["name"] == "sketch-bits1")
+    assert sketch["reason"] == "10.0% of its tokens are not the reference's"
+    assert "samples_s" not in sketch
+
+
 def buffers(point: AttentionPoint) -> list[Buffers]:
     return [Buffers.random(point, ["minmax"], CPU, seed) for seed in (0, 1)]
 
