@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "aligned.hpp"
@@ -26,14 +27,6 @@ inline float from_float16(const std::uint8_t* at) {
   std::memcpy(&size, &bits, 4);
   if (exponent == 0) size = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
   return half & 0x8000 ? -size : size;
-}
-
-// For whole numbers up to 0; 0 below -126.
-inline float power_of_2(float exponent) {
-  const std::uint32_t bits = exponent < -126 ? 0 : std::uint32_t(127 + int(exponent)) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return power;
 }
 
 // Rows [num_kv_heads, num_pages, format.width] of one sequence in a pool; its heads are head_stride bytes apart.
@@ -64,7 +57,8 @@ struct SketchCall {
   int group() const { return num_query_heads / rows.num_kv_heads; }
 };
 
-// Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest.
+// Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest. Weights are powers of 2: of logarithms
+// less a reference of each query.
 class SketchHead {
  public:
   void start(const SketchCall& call, const Slots& slots, int kv_head) {
@@ -76,17 +70,16 @@ class SketchHead {
     num_blocks_ = (num_pages_ + pages_per_block_ - 1) / pages_per_block_;
     stride_ = (num_pages_ * format.page_size + 31) / 32 * 32;
     const std::uint8_t* base = call.rows.data + kv_head * call.rows.head_stride;
-    pages_.resize(std::size_t(num_pages_ + kSketchPages + 2));
+    pages_.resize(std::size_t(num_pages_ + kRestPages + 4));
     for (std::int64_t i = 0; i < num_pages_; ++i) pages_[std::size_t(i)] = base + slots[i] * format.width;
     std::fill(pages_.begin() + num_pages_, pages_.end(), pages_[std::size_t(num_pages_ - 1)]);
     for (std::int64_t i = 0; i < std::min(num_pages_, pages_per_block_); ++i)  // later blocks are fetched before they are weighed
       for (int at = 0; at < format.value_mean; at += 64) __builtin_prefetch(pages_[std::size_t(i)] + at, 0, 2);
     const std::size_t group = std::size_t(call.group());
     weights_.resize(group * std::size_t(stride_));
-    references_.resize(group * std::size_t(num_blocks_));
-    sums_.resize(references_.size());
-    pasts_.resize(group);
-    value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
+    sums_.resize(group * std::size_t(num_blocks_));
+    value_scales_.resize(std::size_t(num_pages_ + kRestPages));
+    refer_to_largest(std::min(num_pages_, kFirstPages));
   }
 
   // Neighbouring blocks, of which a thread fetches one while it weighs the one before.
@@ -99,56 +92,99 @@ class SketchHead {
     for (std::int64_t i = task * kBlocksPerTask; i < std::min((task + 1) * kBlocksPerTask, num_blocks_); ++i) weigh(i);
   }
 
-  // Weights of a block of pages relative to the largest of each query, and their sums.
+  // Weights of a block of pages, and their sums.
   void weigh(std::int64_t block) {
-    const SketchFormat& format = call_->rows.format;
-    const std::int64_t page = block * pages_per_block_, token = page * format.page_size;
-    const std::int64_t whole = pages_in(block) * format.page_size;
-    const std::int64_t stop = std::min(call_->first + call_->count - token, whole);
-    const int first = int(std::max<std::int64_t>(call_->first - token, 0));
+    const std::int64_t page = block * pages_per_block_;
+    const SketchBlock candidates = block_of(page, pages_in(block));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
+      float sums[kSketchQueries];
       const SketchQueries chunk = queries_.chunk(q);
-      float references[kSketchQueries], sums[kSketchQueries];
-      kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, references, sums, &value_scales_[std::size_t(page)]});
-      for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
+      kernels().sketch_weights(chunk, call_->rows.format, candidates,
+                               {weights(q) + page * call_->rows.format.page_size, stride_, &references_[std::size_t(q)], sums,
+                                &value_scales_[std::size_t(page)]});
+      for (int i = 0; i < chunk.count; ++i) sums_[std::size_t((q + i) * num_blocks_ + block)] = sums[i];
     }
-    drop_outside(page, first, page * format.page_size + stop);
+    drop_outside(page, candidates);
   }
 
   // The best candidates of each selection of this head.
   void choose() {
-    for (int q = 0; q < call_->group(); ++q) pasts_[std::size_t(q)] = past(q);
+    if (!weights_fit()) {  // seldom
+      refer_to_largest(num_pages_);
+      for (std::int64_t block = 0; block < num_blocks_; ++block) weigh(block);
+    }
     const int sharing = call_->num_query_heads / call_->num_selections;
+    const int page_size = call_->rows.format.page_size;
     votes_.resize(std::size_t(stride_));
     for (int q = 0; q < call_->group(); q += sharing) {
-      vote(q, sharing);
+      factors_.resize(std::size_t(sharing));
+      for (int i = 0; i < sharing; ++i) factors_[std::size_t(i)] = vote_factor(q + i);
+      kernels().sketch_votes(weights(q), stride_, factors_.data(), sharing, num_pages_ * page_size, votes_.data());
       best_.positions(votes_.data() + call_->first, call_->count, call_->k, chosen(q));
     }
   }
 
   // Attention over what was not chosen, by pages.
   void estimate_rest() {
-    const int head_dim = call_->rows.format.head_dim, stride = padded(head_dim);
-    const int sharing = call_->num_query_heads / call_->num_selections;
+    const SketchFormat& format = call_->rows.format;
+    const int stride = padded(format.head_dim), sharing = call_->num_query_heads / call_->num_selections;
     for (int q = 0; q < call_->group(); q += sharing) drop(q, sharing, chosen(q));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
       const int count = std::min(kSketchQueries, call_->group() - q);
       values_.assign(std::size_t(count * stride), 0.0f);
-      float tops[kSketchQueries];
-      for (int i = 0; i < count; ++i) tops[i] = largest(q + i);
-      for (std::int64_t block = 0; block < num_blocks_; ++block) add_values(block, q, count, tops);
-      for (int i = 0; i < count; ++i) finish(q + i, values_.data() + i * stride);
+      float sums[kSketchQueries] = {};
+      for (std::int64_t page = 0; page < num_pages_; page += kRestPages)
+        kernels().sketch_rest(format, &pages_[std::size_t(page)], int(std::min<std::int64_t>(kRestPages, num_pages_ - page)), count,
+                              {weights(q) + page * format.page_size, stride_, &value_scales_[std::size_t(page)], sums,
+                               values_.data(), stride});
+      for (int i = 0; i < count; ++i) finish(q + i, sums[i], values_.data() + i * stride);
     }
   }
 
  private:
-  static constexpr float kMostPowers = 126;  // of 2 that a factor may have
-  static constexpr float kMostVotes = 58;    // of those that a vote's may have: weights are up to 2^60, and added up
+  static constexpr std::int64_t kFirstPages = 4;  // whose largest weights are the first references
+  static constexpr float kMostVotes = 58;         // powers of 2 that a vote may have
+  static constexpr float kLeastSum = 0x1p-30f, kMostSum = 0x1p90f;  // of a query's weights
 
   int pages_in(std::int64_t block) const {
     return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
   }
+  // Of `count` pages from one on.
+  SketchBlock block_of(std::int64_t page, int count) const {
+    const std::int64_t size = call_->rows.format.page_size, token = page * size;
+    return {&pages_[std::size_t(page)], count, int(std::max<std::int64_t>(call_->first - token, 0)),
+            int(std::min(call_->first + call_->count - token, count * size))};
+  }
+
+  // Makes the largest logarithm of each query in the first pages, a whole number, its reference.
+  void refer_to_largest(std::int64_t num_pages) {
+    const std::int64_t per_call = pages_per_block_;
+    references_.assign(std::size_t(call_->group()), -std::numeric_limits<float>::infinity());
+    for (int q = 0; q < call_->group(); q += kSketchQueries) {
+      const SketchQueries chunk = queries_.chunk(q);
+      for (std::int64_t page = 0; page < num_pages; page += per_call) {
+        float maxima[kSketchQueries];
+        kernels().sketch_maxima(chunk, call_->rows.format, block_of(page, int(std::min(per_call, num_pages - page))), maxima);
+        for (int i = 0; i < chunk.count; ++i)
+          references_[std::size_t(q + i)] = std::max(references_[std::size_t(q + i)], maxima[i]);
+      }
+    }
+    for (float& reference : references_) reference = std::nearbyint(std::clamp(reference, -4e6f, 4e6f));
+  }
+
+  float weight_sum(int q) const {
+    const auto from = sums_.begin() + std::ptrdiff_t(q * num_blocks_);
+    return std::accumulate(from, from + std::ptrdiff_t(num_blocks_), 0.0f);
+  }
+  // Whether the weights of all queries are far from the least and the largest number.
+  bool weights_fit() const {
+    for (int q = 0; q < call_->group(); ++q) {
+      const float sum = weight_sum(q);
+      if (!(sum > kLeastSum && sum < kMostSum)) return false;
+    }
+    return true;
+  }
+
   // Queries of this head, scaled and rotated, [group, head_dim].
   const float* turned_queries() {
     const int width = call_->rows.format.head_dim, group = call_->group();
@@ -169,50 +205,23 @@ class SketchHead {
   }
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
   std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
-  float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
-  float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
-  float largest(int q) const {
-    const auto from = references_.begin() + std::ptrdiff_t(q * num_blocks_);
-    return *std::max_element(from, from + std::ptrdiff_t(num_blocks_));
-  }
-
-  // Logarithm to the base of 2 of the sum of all weights.
-  float log_sum(int q) {
-    const float top = largest(q);
-    float total = 0;
-    for (std::int64_t block = 0; block < num_blocks_; ++block)
-      total += sum(q, block) * power_of_2(reference(q, block) - top);
-    return top + std::log2(total);
-  }
 
   // Drops the weights of tokens of a block's pages that are no candidates: at either end.
-  void drop_outside(std::int64_t page, int first, std::int64_t stop) {
+  void drop_outside(std::int64_t page, const SketchBlock& block) {
     const int page_size = call_->rows.format.page_size;
-    const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
+    const std::int64_t start = page * page_size, stop = start + block.stop, end = start + block.num_pages * page_size;
     for (int q = 0; q < call_->group(); ++q) {
-      for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
+      for (std::int64_t token = start; token < start + block.first; ++token) weight(q, token) = 0;
       for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
     }
   }
 
-  // Logarithm to the base of 2 of what a query's weights are compared with. Weights that are far above what is visible anyway
-  // would leave float32: they are compared with the largest.
-  float past(int q) const {
-    const float given = call_->past[kv_head_ * call_->group() + q];
-    const float log = given == -std::numeric_limits<float>::infinity() ? 0.0f : given * 1.44269504f;
-    return std::max(log, largest(q) - kMostVotes);
-  }
-
-  void vote(int q, int sharing) {
-    const int page_size = call_->rows.format.page_size;
-    factors_.resize(std::size_t(sharing));
-    for (std::int64_t block = 0; block < num_blocks_; ++block) {
-      const std::int64_t token = block * pages_per_block_ * page_size;
-      for (int i = 0; i < sharing; ++i)
-        factors_[std::size_t(i)] = std::exp2(reference(q + i, block) - pasts_[std::size_t(q + i)]);
-      kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
-                             votes_.data() + token);
-    }
+  // What makes votes of a query's weights: they are compared with what is visible anyway. Votes of weights that are far above
+  // that would leave float32: these are compared with their sum.
+  float vote_factor(int q) const {
+    const float given = call_->past[kv_head_ * call_->group() + q], reference = references_[std::size_t(q)];
+    const float past = given == -std::numeric_limits<float>::infinity() ? 0.0f : given * 1.44269504f;
+    return std::exp2(reference - std::max(past, reference + std::log2(weight_sum(q)) - kMostVotes));
   }
 
   // Drops the weights that queries from q on have for chosen candidates.
@@ -225,26 +234,12 @@ class SketchHead {
     }
   }
 
-  // Adds the mean values of a block's pages, and sums up what is left of the weights.
-  void add_values(std::int64_t block, int q, int count, const float* tops) {
-    const SketchFormat& format = call_->rows.format;
-    const std::int64_t page = block * pages_per_block_;
-    float powers[kSketchQueries], sums[kSketchQueries];
-    for (int i = 0; i < count; ++i) powers[i] = power_of_2(reference(q + i, block) - tops[i]);
-    kernels().sketch_rest(format, &pages_[std::size_t(page)], pages_in(block), count,
-                          {weights(q) + page * format.page_size, stride_, &value_scales_[std::size_t(page)], powers, sums,
-                           values_.data(), padded(format.head_dim)});
-    for (int i = 0; i < count; ++i) sum(q + i, block) = sums[i];
-  }
-
-  void finish(int q, const float* values) {
+  void finish(int q, float sum, const float* values) {
     const int head_dim = call_->rows.format.head_dim, head = kv_head_ * call_->group() + q;
-    const float log_total = log_sum(q);
-    const bool any = log_total > -std::numeric_limits<float>::infinity();
-    // The values of a rest that weighs almost nothing are 0 by now (to_whole), and a factor beyond float32 would be NaN.
-    const float factor = any ? std::exp2(std::min(largest(q) - log_total, kMostPowers)) : 0.0f;
+    // The values of a rest that weighs almost nothing are 0 by now (whole_weights).
+    const float factor = sum > 1e-37f ? 1 / sum : 0.0f;
     for (int i = 0; i < head_dim; ++i) call_->output[std::int64_t(head) * head_dim + i] = values[i] * factor;
-    call_->lse[head] = log_total * 0.693147181f;
+    call_->lse[head] = (references_[std::size_t(q)] + std::log2(sum)) * 0.693147181f;
   }
 
   const SketchCall* call_ = nullptr;
@@ -252,11 +247,11 @@ class SketchHead {
   int kv_head_ = 0;
   std::int64_t num_pages_ = 0, pages_per_block_ = 0, num_blocks_ = 0, stride_ = 0;
   std::vector<const std::uint8_t*> pages_;
-  Aligned<std::uint16_t> weights_;          // bf16 [group, tokens], strips in order of weight_position
-  std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
-  std::vector<float> value_scales_;         // [num_pages], and zeros
-  std::vector<float> pasts_;                // [group], logarithms of what weights are compared with in votes
-  Aligned<float> votes_;                    // [tokens]
+  Aligned<std::uint16_t> weights_;   // bf16 [group, tokens], strips in order of weight_position
+  std::vector<float> references_;    // [group], logarithms to the base of 2
+  std::vector<float> sums_;          // [group, num_blocks], of weights
+  std::vector<float> value_scales_;  // [num_pages], and any numbers
+  Aligned<float> votes_;             // [tokens]
   std::vector<float> factors_, values_, columns_, turned_;
   TopOfMany best_;
 };

@@ -58,6 +58,7 @@ struct Softmax {
 
 constexpr int kSketchTokens = 1024;                // of a block, at most
 constexpr int kSketchPages = kSketchTokens / 16;  // of a block, at most; a page has a multiple of 16 tokens
+constexpr int kRestPages = 128;                   // of a call of sketch_rest, at most
 
 // Where the parts of a row of a sketch are: SketchLayout of native/sketch_format.py.
 struct SketchFormat {
@@ -87,27 +88,27 @@ struct SketchQueries {
 
 // Pages of one KV head.
 struct SketchBlock {
-  const std::uint8_t* const* rows;  // [2 * num_pages]: the block's, then those that are read next
+  const std::uint8_t* const* rows;  // [2 * num_pages + 4]: the block's, then those that are read next
   int num_pages;
   int first, stop;  // tokens of the block that are candidates; the others have no weight
 };
 
-// Weights of a block: 2^(logarithm - reference), with a sum of each query from 2^-30 to 2^60.
+// Weights of a block: 2^(logarithm - reference).
 struct SketchWeights {
   std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart; each strip of 16 in order of weight_position
   std::int64_t stride;
-  float *references, *sums;  // [count], of the block
-  float* value_scales;       // [num_pages], of the mean values
+  const float* references;  // [count]
+  float* sums;              // [count], of the block
+  float* value_scales;      // [num_pages], of the mean values
 };
 
-// What is left of the weights of a block, of at most 4 queries, and the sums of mean values that it is added to.
+// What is left of the weights of some pages, of at most 4 queries, and the sums that it is added to.
 struct SketchRest {
   const std::uint16_t* weights;  // as SketchWeights
   std::int64_t stride;
-  const float* value_scales;  // [kSketchPages], of the mean values; any number behind the last page
-  const float* powers;        // [count], factors of the mean values
-  float* sums;                // [count], of what is left
-  float* values;              // [count, padded(head_dim)], rows values_stride numbers apart
+  const float* value_scales;  // [kRestPages], of the mean values; any number behind the last page
+  float* sums;                // [count], of weights
+  float* values;              // [count, padded(head_dim)], of mean values, rows values_stride numbers apart
   int values_stride;
 };
 
@@ -179,13 +180,15 @@ struct Kernels {
   std::int64_t (*count_above)(const float* scores, std::int64_t count, float threshold);
   // a sum over all bytes: the compiler cannot leave out the read
   std::uint64_t (*read)(const void* memory, std::int64_t bytes);
+  // the largest logarithm of a candidate of a block, to the base of 2; -inf: there is none
+  void (*sketch_maxima)(const SketchQueries& queries, const SketchFormat& format, const SketchBlock& block, float* maxima);
   // weights of the tokens of a block; those that are no candidates get 2^-126
   void (*sketch_weights)(const SketchQueries& queries, const SketchFormat& format, const SketchBlock& block,
                          const SketchWeights& out);
   // votes[i] = sum over queries of factors[q] * weights[q * stride + i], weights in bf16; count is a multiple of 16
   void (*sketch_votes)(const std::uint16_t* weights, std::int64_t stride, const float* factors, int num_queries, int count,
                        float* votes);
-  // adds up what is left of the weights of the pages of a block, and their mean values; rows as in SketchBlock and one more
+  // adds up what is left of the weights of some pages, and their mean values; rows as in SketchBlock
   void (*sketch_rest)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages, int num_queries,
                       const SketchRest& rest);
   // out[r * stride + i] = product of row r and output i of the tile; block b of row r is x[b * num_rows + r]. A product does

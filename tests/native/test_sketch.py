@@ -60,18 +60,20 @@ class Case(NamedTuple):
 
 def case(
     bits: int = 1, heads: int = 2, group: int = 4, dim: int = 128, page_size: int = 16, pages: int = 80,
-    first: int = 0, missing: int = 0, size: float = 0.7, seed: int = 0,
+    first: int = 0, missing: int = 0, size: float = 0.7, seed: int = 0, later: float = 0.0,
 ) -> Case:  # fmt: skip
-    """Random keys around random page means; tokens that are no candidates, at either end, are NaN: their page's row
-    is made without them."""
+    """Random keys around random page means, and a page of 64 on with logits that are larger by so much."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(heads, pages, page_size, dim, generator=generator) for _ in range(2))
     keys += 0.5 * torch.randn(heads, pages, 1, dim, generator=generator)
     values += torch.randn(heads, 1, 1, dim, generator=generator)
-    rows = sketch_rows(bits, keys, values)
     queries = torch.randn(heads * group, dim, generator=generator) * size * dim**-0.5
     layout = SketchLayout(bits, dim, page_size)
     unrotated = queries * 2 @ random_rotation(dim, queries.device).mT
+    if later:
+        unrotated[:, 0] = 1.0
+        keys[:, 64:, :, 0] += later
+    rows = sketch_rows(bits, keys, values)
     count = pages * page_size - first - missing
     past = math.log(count) + torch.randn(heads * group, generator=generator)
     return Case(unrotated, rows, layout, first, count, past)
@@ -220,6 +222,11 @@ def test_one_weight_far_above_the_others_leaves_a_rest(level: str) -> None:
     assert float((logs.gather(1, ids) - logs.gather(1, expected_ids)).min()) > -0.1 * float(logs.std())
     assert bool(output.isfinite().all())
     assert float((lse - expected_lse).abs().max()) < 0.1 * float(logs.std())
+
+
+@pytest.mark.parametrize("later", [-90.0, -40.0, 40.0, 60.0, 70.0, 120.0])
+def test_the_first_pages_may_be_far_from_the_others(level: str, later: float) -> None:
+    check(case(pages=300, later=later), 200, 8)
 
 
 @pytest.mark.parametrize("num_selections", [3, 12])
