@@ -32,7 +32,6 @@ class SketchSpace(NamedTuple):
     """Workspace of the single launch, shared by all layers of a model. What blocks tell each other brings the number of
     the launch, so that nothing is cleared between launches."""
 
-    shares: Tensor  # int64 [rows, members, group], float32 with the number of the launch
     bins: Tensor  # int32 [rows, members, BINS], counts with the last bits of that number
     coarse: Tensor  # int32 [rows, members, COARSE], the same
     spill: Tensor  # uint8 [rows, members, bytes of a member's numbers that find no shared memory]
@@ -49,7 +48,6 @@ class SketchSpace(NamedTuple):
         record = group * (kv.head_dim + 3)
         spill = _spill_bytes(kv, group, capacity, members)
         return (
-            SpaceShape((rows, members, group), torch.int64),
             SpaceShape((rows, members, BINS), torch.int32),
             SpaceShape((rows, members, COARSE), torch.int32),
             SpaceShape((rows, members, spill), torch.uint8, lasts=False),
@@ -132,7 +130,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
 
 
 _SketchArguments = arguments(
-    "queries keys values table lengths rows spans tokens counts out shares bins coarse spill parts launches visible "
+    "queries keys values table lengths rows spans tokens counts out bins coarse spill parts launches visible "
     "estimated sink dense_below",
     "row_head row_page key_head key_page key_token value_head value_page value_token spill_bytes",
     "max_pages num_kv_heads members own_subs",

@@ -22,7 +22,6 @@ struct Arguments {
     const int *spans;
     int *tokens, *counts;
     u16 *out;
-    u64 *shares;               // [rows, members, G], log2 of what a member's sinks and window weigh, as `tell` writes it
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
     u8 *spill;                 // [rows, members, spill_bytes], if SPILL
     u64 *parts;                // [rows, members, RECORD], numbers that `tell` writes
@@ -54,7 +53,7 @@ struct __align__(16) Shared {
 // What lies in dynamic shared memory, one array behind the other; the last ones may lie in global memory.
 struct Arrays {
     u32 *bins;      // [BINS]
-    int *listed, *physical;  // [LIST], tokens that this member attends, and the physical pages they are in
+    int *listed, *physical;  // [LIST], sinks, window and this member's chosen tokens, and the physical pages they are in
     int *pages;     // [own_subs], physical
     float *bases;   // [own_subs, G], as Head has them
     u16 *own_bins;  // [own_subs, SUB], the bin of each token's votes, NO_BIN of what may not be chosen

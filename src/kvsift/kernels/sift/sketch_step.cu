@@ -2,7 +2,7 @@
 // are compiled as one (kernels/sketch_launch.py).
 //
 // The rows (sequence, KV head) are shared out among a.members blocks each. A member
-//   1. weighs its share of sinks and window exactly; waits for the others,
+//   1. weighs sinks and window exactly: all of them, since to wait for the others' shares would take longer,
 //   2. weighs its tokens by their codes next to these, and leaves a histogram of their votes; waits for the others,
 //   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
 //      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
@@ -12,21 +12,20 @@
 // (estimate what is not visible), SPILL (1: bases lie in global memory, 2: own_bins too, 3: unseen and scales),
 // WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
 
-// This member's share of the tokens that are visible anyway: sinks and window.
+// The tokens that are visible anyway, sinks and window, and this member's share of them.
 struct Ends {
-    int batch, first, stop, begin, end;  // sinks, first token of the window; own share of both
+    int batch, first, stop, all, begin, end;  // sinks, first token of the window; how many; own share
     __device__ __forceinline__ Ends(const Arguments &a, int batch, int first, int stop, int held)
-        : batch(batch), first(first), stop(stop) {
-        int member = blockIdx.x % a.members, count = first + held - stop;
-        begin = (u32)count * member / a.members, end = (u32)count * (member + 1) / a.members;
+        : batch(batch), first(first), stop(stop), all(first + held - stop) {
+        int member = blockIdx.x % a.members;
+        begin = (u32)all * member / a.members, end = (u32)all * (member + 1) / a.members;
     }
     __device__ __forceinline__ int count() const { return end - begin; }
     __device__ __forceinline__ int token(int i) const { return i < first ? i : stop + i - first; }
 
     __device__ __forceinline__ void place(const Arguments &a, const Arrays &arrays) const {
-        for (int i = begin + threadIdx.x; i < end; i += THREADS) {
-            int page = a.table[batch * a.max_pages + token(i) / PAGE];
-            arrays.listed[i - begin] = token(i), arrays.physical[i - begin] = page;
+        for (int i = threadIdx.x; i < all; i += THREADS) {
+            arrays.listed[i] = token(i), arrays.physical[i] = a.table[batch * a.max_pages + token(i) / PAGE];
         }
     }
 
@@ -36,25 +35,33 @@ struct Ends {
     }
 };
 
-// Keys and values of the tokens that this member attends, eight at a time.
+// Keys and values of listed tokens, eight at a time: of `near` ones from `begin` on, and of those behind the `ends`.
 struct Gather {
     static constexpr int ROOM = (WARPS <= 8 ? 40 : 16) - HEAD_TILES * D / 16;  // parts that registers have room for
     static constexpr int AHEAD = 2 * PARTS < ROOM ? 2 * PARTS : ROOM;
     const Arguments &a;
     const Arrays &arrays;
-    int listed, unit;
+    int begin, near, ends, listed, unit;
     const char *keys, *values;
     Packed rows[AHEAD];
     Scales scales;
 
-    __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
-        : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
+    __device__ __forceinline__ Gather(
+        const Arguments &a, const Arrays &arrays, int head, int begin, int near, int ends, int listed
+    )
+        : a(a), arrays(arrays), begin(begin), near(near), ends(ends), listed(listed), unit(threadIdx.x / 32 * UNIT) {
         keys = (const char *)a.keys + head * a.key_head, values = (const char *)a.values + head * a.value_head;
         if (unit < listed) request();
     }
 
+    // Where the n-th token is listed.
+    __device__ __forceinline__ int place(int n) const {
+        n = min(n, listed - 1);
+        return n < near ? begin + n : ends + n - near;
+    }
+
     __device__ __forceinline__ Packed load(int i) const {
-        int at = min(unit + token_of(i), listed - 1), within = arrays.listed[at] % PAGE;
+        int at = place(unit + token_of(i)), within = arrays.listed[at] % PAGE;
         i64 page = arrays.physical[at];
         const char *from = i < PARTS ? keys + page * a.key_page + within * a.key_token
                                      : values + page * a.value_page + within * a.value_token;
@@ -73,7 +80,7 @@ struct Gather {
     }
 
     __device__ __forceinline__ float load_scale(const char *rows, i64 page_bytes, int token) const {
-        int at = min(unit + token, listed - 1);
+        int at = place(unit + token);
         const char *scales = rows + arrays.physical[at] * page_bytes + SCALES_OF_PAGE;
         return __ldcs((const float *)scales + arrays.listed[at] % PAGE);
     }
@@ -140,8 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
     Softmax softmax;
     softmax.clear();
-    Gather past(a, arrays, head, ranks ? ends.count() : 0);
+    Gather past(a, arrays, head, 0, ends.all, ends.all, ranks ? ends.all : 0);
     place_queries(s.queries, a.queries + (i64)row * G * D);
+    if (ranks) rotate_queries(a, s, row);  // while keys are under way
     __syncthreads();
     if (CODED) turn_queries(s.queries);
 
@@ -150,10 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Means means;
     if (ranks) {
         past.weigh(s, softmax);
-        leave_past(a, (float *)s.sums, softmax, launch);
+        sum_past(s, softmax);
         softmax.clear();
-        rotate_queries(a, s, row);  // while the others' numbers are under way
-        sum_past(a, s, row, launch);
         auto weigh = [&](Weigher::Loaded &now, Weigher::Loaded &next, int tile) {
             if (lane < TILE) arrays.pages[tile * TILE + lane] = page;
             if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(now.scales >> 16);
@@ -176,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
         if (REST && warp * MEANS < span.count) means.load(a, arrays, span, rows, warp * MEANS, 0);
         if (chosen > 0) {
             u32 threshold = find_threshold(a, s, row, chosen, ranked);
-            listed += list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, ends.count(), list + first);
+            listed += list_tokens(a, arrays, s, span, row, chosen, threshold, ranked, ends.all, list + first);
         }
     }
     ends.list(list, chosen);
@@ -187,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     }
     __syncthreads();
     bool estimates = REST && ranks;
-    if (estimates) see(a, arrays, s, span, rows, ends.count(), listed - ends.count());
-    Gather gather(a, arrays, head, listed);
+    if (estimates) see(a, arrays, s, span, rows, ends.all, listed - ends.count());
+    Gather gather(a, arrays, head, ends.begin, ends.count(), ends.all, listed);
     if (estimates) add_rest(a, arrays, s, span, rows, means, softmax);
     gather.attend(s, softmax);
     __syncthreads();

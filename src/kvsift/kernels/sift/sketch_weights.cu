@@ -323,10 +323,11 @@ struct Codes {
     }
 };
 
-// log2 of what this member's sinks and window weigh for each query head, exactly, into its place in a.shares. `softmax`
-// is that of this warp.
-__device__ __forceinline__ void leave_past(const Arguments &a, float *scratch, const Softmax &softmax, u32 launch) {
+// log2 of what sinks and window weigh for each query head, exactly, into s.past; 0 where there is neither. `softmax` is
+// that of this warp.
+__device__ __forceinline__ void sum_past(Shared &s, const Softmax &softmax) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    float *scratch = (float *)s.sums;  // [G, 2, WARPS]
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
         int g = tile * 8 + lane / 4;
@@ -338,30 +339,10 @@ __device__ __forceinline__ void leave_past(const Arguments &a, float *scratch, c
     }
     __syncthreads();
     for (int g = warp; g < G; g += WARPS) {
-        float best, sum, mine = lane < WARPS ? scratch[g * 2 * WARPS + lane] : NEGATIVE_INFINITY;
-        best = warp_max(mine);
-        sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(g * 2 + 1) * WARPS + lane] * power(mine - best) : 0.f;
+        float top = lane < WARPS ? scratch[g * 2 * WARPS + lane] : NEGATIVE_INFINITY, best = warp_max(top);
+        float sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(g * 2 + 1) * WARPS + lane] * power(top - best) : 0.f;
         sum = warp_sum(sum);
-        if (lane == 0) tell(a.shares + (i64)blockIdx.x * G + g, sum > 0.f ? best + log2f(sum) : NEGATIVE_INFINITY, launch);
-    }
-}
-
-// The same over all members, into s.past; 0 where there is neither.
-__device__ __forceinline__ void sum_past(const Arguments &a, Shared &s, int row, u32 launch) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    for (int g = warp; g < G; g += WARPS) {
-        float best, sum;
-        Listener others{launch};
-        do {
-            others.told = true, best = NEGATIVE_INFINITY, sum = 0.f;
-            for (int m = lane; m < a.members; m += 32) {
-                float theirs = others.hear(a.shares + ((i64)row * a.members + m) * G + g), larger = fmaxf(best, theirs);
-                if (larger > NEGATIVE_INFINITY) sum = sum * power(best - larger) + power(theirs - larger), best = larger;
-            }
-        } while (!others.told);
-        float top = warp_max(best);
-        sum = warp_sum(top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f);
-        if (lane == 0) s.past[g] = sum > 0.f ? top + log2f(sum) : 0.f;
+        if (lane == 0) s.past[g] = sum > 0.f ? best + log2f(sum) : 0.f;
     }
     __syncthreads();
 }
