@@ -1,15 +1,21 @@
 """Quest against an independent reading of the paper and of its public code, a page and a head at a time."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
-from contracts.harness import Runner, Tokens, draw_tokens
+from contracts.harness import Runner, Tokens, draw_tokens, spy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsift.plan.plan import Plan
+from kvsift.errors import Conflict
+from kvsift.methods.quest import Quest
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import make_rule
-from kvsift.types import LayerShape
+from kvsift.types import Candidates, LayerShape
 
 MHA = LayerShape(layer=2, num_query_heads=4, num_kv_heads=4, head_dim=8, scale=8**-0.5)
 GQA = MHA._replace(num_kv_heads=2)
@@ -115,3 +121,31 @@ def test_the_page_with_the_largest_logit_is_found_when_bounds_are_tight(score_by
     answer, _ = last_step(tokens, GQA, page_size=16, budget=40, sinks=0, window=4, score_by=score_by, heads="query")
     for head in (0, 2):
         torch.testing.assert_close(answer[head], tokens.values[head // 2, 55], rtol=0.01, atol=0.05)
+
+
+@dataclass(frozen=True)
+class OldestFirst(Quest):
+    """Whose score no summary has."""
+
+    page_size: int = 4
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, *more: Any
+    ) -> Tensor:
+        return -torch.arange(float(candidates.count)).expand(shape.num_query_heads, queries.shape[1], -1)
+
+
+def test_a_subclass_is_ranked_by_its_own_score() -> None:
+    method = OldestFirst()
+    asked = spy(method)
+    plan = Plan(decode=Rule(method, Budget(tokens=24, sinks=0, window=4, dense_layers=())))
+    Runner(plan).feed_all(draw_tokens(82, 1), 80, [80, 81])
+    assert len(asked) == 2
+    for question in asked:
+        chosen = question.selection.units
+        assert torch.equal(chosen, torch.arange(chosen.shape[1]).expand_as(chosen))
+
+
+def test_a_subclass_with_its_own_score_takes_no_prefilter() -> None:
+    with pytest.raises(Conflict, match="has its own score"):
+        OldestFirst(prefilter=8)
