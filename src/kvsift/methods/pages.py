@@ -116,7 +116,7 @@ class SummaryMethod(PagedMethod):
     def _check_prefilter(self) -> None:
         factor, pages = self.prefilter, self.block_pages
         checks.prefilter(factor, "page")
-        if factor and self._scores_itself:
+        if factor and type(self).score is not PagedMethod.score:
             raise Conflict(
                 f"prefilter={factor} ranks pages by their summaries, and {type(self).__name__} has its own score. "
                 f"Leave out prefilter, or define features instead of score."
@@ -129,11 +129,6 @@ class SummaryMethod(PagedMethod):
             )
         if pages != BLOCK_PAGES and not factor:
             raise UnusedOption(f"block_pages={pages} means nothing without prefilter; add for instance prefilter=8.")
-
-    @property
-    def _scores_itself(self) -> bool:
-        """Whether a subclass has its own score, which no product with summaries replaces."""
-        return type(self).score is not PagedMethod.score
 
     @property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -162,7 +157,7 @@ class SummaryMethod(PagedMethod):
         whole = whole_blocks(candidates, self.block_pages)
         keep = ceil(self.prefilter * limit.units / self.block_pages)
         if not self.prefilter or keep >= len(whole):
-            plain = limit.mass is None and not limit.adaptive and not self._scores_itself
+            plain = limit.mass is None and not limit.adaptive and type(self).score is PagedMethod.score
             if plain and queries.shape[1] == 1 and self.ranking is SUMMARIES["minmax"]:
                 read = getattr(reader, "summary_in_place", reader.summary)  # a reader of another make may lack it
                 query, rows = queries[:, 0], read(self.score_by, candidates.units)
