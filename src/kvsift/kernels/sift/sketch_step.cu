@@ -35,7 +35,8 @@ struct Ends {
     }
 };
 
-// Keys and values of listed tokens, eight at a time: of `near` ones from `begin` on, and of those behind the `ends`.
+// Keys and values of `listed` tokens, eight at a time: of `near` that are listed from `begin` on, and of the others, which
+// are listed from `ends` on.
 struct Gather {
     static constexpr int ROOM = (WARPS <= 8 ? 40 : 16) - HEAD_TILES * D / 16;  // parts that registers have room for
     static constexpr int AHEAD = 2 * PARTS < ROOM ? 2 * PARTS : ROOM;
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
     Softmax softmax;
     softmax.clear();
-    Gather past(a, arrays, head, 0, ends.all, ends.all, ranks ? ends.all : 0);
+    Gather past(a, arrays, head, 0, ends.all, ends.all, ranks ? ends.all : 0);  // all sinks, the whole window
     place_queries(s.queries, a.queries + (i64)row * G * D);
     if (ranks) rotate_queries(a, s, row);  // while keys are under way
     __syncthreads();
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     __syncthreads();
     bool estimates = REST && ranks;
     if (estimates) see(a, arrays, s, span, rows, ends.all, listed - ends.count());
-    Gather gather(a, arrays, head, ends.begin, ends.count(), ends.all, listed);
+    Gather gather(a, arrays, head, ends.begin, ends.count(), ends.all, listed);  // a share of them, and the chosen
     if (estimates) add_rest(a, arrays, s, span, rows, means, softmax);
     gather.attend(s, softmax);
     __syncthreads();
