@@ -41,6 +41,16 @@ def test_sketches(shape: tuple[int, int, int, int], bits: int, processors: int, 
         sketched.check(draw(*shape, torch.bfloat16, bits=bits, **how))
 
 
+@pytest.mark.parametrize(
+    ("group", "over_bus", "how"),
+    [(4, True, {}), (3, True, {"sinks": 0, "window": 1}), (4, False, {"window": 300}), (9, False, {"window": 150})],
+    ids=str,
+)
+def test_members_that_weigh_a_share_of_sinks_and_window(group: int, over_bus: bool, how: dict[str, Any]) -> None:
+    with emulated(6, over_bus):
+        sketched.check(draw(1, group, 128, 16, torch.bfloat16, lengths=[700, 20], **how))
+
+
 @pytest.mark.parametrize("spilled", range(1, 5))
 def test_sketches_whose_numbers_find_no_shared_memory(spilled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch_launch, "_spilled", lambda *_: spilled)

@@ -40,15 +40,16 @@ if DEVICE == "cuda":
 
 def stack(experts: int, num_out: int, num_in: int, kind: str, dtype: torch.dtype, draw: torch.Generator) -> Any:
     if kind == "float4":
-        codes = torch.randint(256, (experts, num_out, num_in // 2), dtype=torch.uint8, generator=draw)
-        exponents = torch.randint(119, 124, (experts, num_out, num_in // 32), dtype=torch.uint8, generator=draw)
-        return Float4Stack.of_codes(codes.to(DEVICE), exponents.to(DEVICE))
-    weight = torch.randn(experts, num_out, num_in, generator=draw) / num_in**0.5
+        how: dict[str, Any] = {"dtype": torch.uint8, "generator": draw, "device": DEVICE}
+        codes = torch.randint(256, (experts, num_out, num_in // 2), **how)
+        return Float4Stack.of_codes(codes, torch.randint(119, 124, (experts, num_out, num_in // 32), **how))
+    weight = torch.empty(experts, num_out, num_in, dtype=dtype, device=DEVICE).normal_(generator=draw)
+    weight /= num_in**0.5
     if kind == "plain":
-        return weight.to(DEVICE, dtype)
+        return weight
     outs, ins = (1, num_in) if kind == "output" else (128, 128)
-    scales = torch.rand(experts, -(-num_out // outs), -(-num_in // ins), generator=draw) + 0.5
-    return ScaledStack(weight.to(FP8).to(DEVICE), scales.to(DEVICE), outs, ins)
+    scales = torch.rand(experts, -(-num_out // outs), -(-num_in // ins), generator=draw, device=DEVICE) + 0.5
+    return ScaledStack(weight.to(FP8), scales, outs, ins)
 
 
 def drawn(
@@ -61,7 +62,7 @@ def drawn(
     router = torch.randn(experts + (shared == "gated"), hidden, generator=draw) / hidden**0.5
     bias = torch.randn(experts, generator=draw).to(DEVICE) if sigmoid else None
     every = experts + (shared != "none")
-    kinds, biases = (kind, dtype, draw), list[Any]()
+    kinds, biases = (kind, dtype, torch.Generator(DEVICE).manual_seed(rows)), list[Any]()
     if biased:  # and clamped where a tenth of the gates are
         widths = (experts,), (every, 2 * inter), (every, hidden)
         biases = [torch.randn(width, generator=draw).to(DEVICE, dtype) for width in widths] + [Clamps(1.702, 1.5)]
@@ -72,19 +73,24 @@ def drawn(
     )  # fmt: skip
 
 
-def in_float64(stacks: ExpertStacks, dtype: torch.dtype) -> ExpertStacks:
-    weights = (
-        each.double() if isinstance(each, Tensor)
-        else each.expanded(torch.float64) if isinstance(each, Float4Stack)
-        else each.values.double() * each.scales.double().repeat_interleave(each.outs, 1)[:, : each.shape[1]]
-        .repeat_interleave(each.ins, 2)[..., : each.shape[2]]
-        for each in (stacks.gate_up, stacks.down)
-    )  # fmt: skip
-    biases = (None if each is None else each.double() for each in (stacks.gate_up_bias, stacks.down_bias))
+def in_float64(stacks: ExpertStacks, chosen: Tensor) -> tuple[ExpertStacks, Tensor]:
+    """Only the experts that rows have, as all of them would take tens of gigabytes, and their numbers among these."""
+    ids, places = chosen.long().unique(return_inverse=True)
+
+    def wide(stack: Any) -> Tensor:
+        if isinstance(stack, Tensor):
+            return stack[ids].double()
+        of_ids = stack.of_experts(ids)
+        if isinstance(of_ids, Float4Stack):
+            return of_ids.expanded(torch.float64)
+        scales = of_ids.scales.double().repeat_interleave(of_ids.outs, 1)[:, : stack.shape[1]]
+        return of_ids.values.double() * scales.repeat_interleave(of_ids.ins, 2)[..., : stack.shape[2]]
+
+    biases = (None if each is None else each[ids].double() for each in (stacks.gate_up_bias, stacks.down_bias))
     return ExpertStacks(
-        stacks.router.double(), *weights, stacks.routing, stacks.bias, stacks.shared, stacks.gated, None, *biases,
-        stacks.clamps,
-    )  # fmt: skip
+        stacks.router.double(), wide(stacks.gate_up), wide(stacks.down), stacks.routing, stacks.bias, stacks.shared,
+        stacks.gated, None, *biases, stacks.clamps,
+    ), places  # fmt: skip
 
 
 @needs_triton
@@ -133,12 +139,12 @@ def test_experts_are_gated_and_mixed(
     x, norm, stacks = drawn(size, rows, dtype, kind, shared="plain", biased=biased)
     assert all(takes_stack(each, dtype) for each in (stacks.gate_up, stacks.down))
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
-    wide = in_float64(stacks, dtype)
-    exact = gate_experts_reference(normal.double(), chosen, wide)
+    wide, places = in_float64(stacks, chosen)
+    exact = gate_experts_reference(normal.double(), places, wide)
     heads = gate_experts_reference(normal, chosen, stacks)
     plain = distance(heads, exact)
     assert distance(gate_experts_triton(normal, chosen, stacks), exact) <= max(2 * plain, 1e-6)
-    exact = mix_experts_reference(heads.double(), chosen, weights.double(), x.double(), wide)
+    exact = mix_experts_reference(heads.double(), places, weights.double(), x.double(), wide)
     plain = distance(mix_experts_reference(heads, chosen, weights, x, stacks), exact)
     assert distance(mix_experts_triton(heads, chosen, weights, x, stacks), exact) <= max(2 * plain, 1e-6)
 

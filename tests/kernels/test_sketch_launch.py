@@ -9,7 +9,7 @@ from kernels.conftest import DEVICE
 from kernels.test_sketch_attention import Case, Step, draw, step
 from torch import Tensor
 
-from kvsift.kernels.cuda_module import have_nvrtc
+from kvsift.kernels.cuda_module import have_nvrtc, in_host_memory
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.sketch import (
     SketchLayout,
@@ -24,6 +24,7 @@ from kvsift.kernels.sketch import votes as sums_of_votes
 from kvsift.kernels.sketch_attention import answer_reference, past_reference, sketch_attention_reference
 from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
+from kvsift.stores.transfers import mapped
 
 needs_nvrtc = pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU or newer, and NVRTC")
 pytestmark = [pytest.mark.gpu, needs_nvrtc]
@@ -128,6 +129,19 @@ def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(shape: tuple[int, int, int
         for dtype in (keys.dtype, torch.bfloat16)
     )
     assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize("group", [1, 4, 12])
+def test_a_cache_in_host_memory_gives_the_answers_of_one_on_the_device(group: int) -> None:
+    case = draw(2, group, 128, 16, torch.bfloat16)
+    keys, values = (mapped(pool.cpu().contiguous().pin_memory(), pool.device) for pool in case.kv[:2])
+    assert in_host_memory(keys)
+    assert not in_host_memory(case.kv.keys)
+    check(case._replace(kv=case.kv._replace(keys=keys, values=values)))
+
+
+def test_members_share_out_a_large_window() -> None:
+    check(draw(2, 4, 128, 16, torch.bfloat16, lengths=[3000, 700], window=600))
 
 
 @pytest.mark.parametrize(("shape", "longest"), [((1, 6, 256, 16), 50_000), ((1, 16, 128, 16), 40_000)], ids=str)

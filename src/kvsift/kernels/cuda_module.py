@@ -27,6 +27,15 @@ def have_nvrtc() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a GPU lies in host memory, where kernels reach it over the bus."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    (kind,) = _check(driver.cuPointerGetAttribute(attribute, tensor.data_ptr()))
+    return int(kind) == int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
 def arguments(pointers: str, longs: str = "", ints: str = "", floats: str = "") -> type[ctypes.Structure]:
     """Return the struct of a kernel's arguments: names of pointers, of integers of 64 and 32 bits, and of floats, in
     the order of ``Arguments`` of the source."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc
+from kvsift.kernels.cuda_module import Kernel, arguments, compile_kernel, have_nvrtc, in_host_memory
 from kvsift.kernels.listed_attention import is_narrow, launch_takes
 from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
 from kvsift.kernels.sketch import ERROR
@@ -45,7 +45,7 @@ class SketchSpace(NamedTuple):
     @classmethod
     def shapes(cls, kv: PagedKV, group: int, capacity: int) -> tuple[SpaceShape, ...]:
         rows, members = kv.batch * kv.num_kv_heads, _members(kv)
-        record = group * (kv.head_dim + 3)
+        record = group * (kv.head_dim + 4)
         spill = _spill_bytes(kv, group, capacity, members)
         return (
             SpaceShape((rows, members, BINS), torch.int32),
@@ -163,6 +163,7 @@ def sketch_attention_cuda(
     switches = {
         "HALF": queries.dtype == torch.float16, "KV8": kv.keys.element_size() == 1, "CODED": kv.coded, "REST": rest,
         "SPILL": spilled, "CAPPED": softcap is not None, "SINK": sink_logit is not None,
+        "OVER_BUS": in_host_memory(kv.keys),
     }  # fmt: skip
     shared = _shared_bytes(kv, group, capacity, members, spilled=spilled)
     kernel = _kernel(layout, group, capacity, switches, shared, queries.device)
@@ -178,7 +179,7 @@ def _kernel(
         "G": group, "D": layout.head_dim, "PAGE": layout.page_size, "BITS": layout.bits, "FACTORS": layout.factors,
         "KEY_MEAN": layout.key_mean, "VALUE_MEAN": layout.value_mean, "SCALES": layout.scales,
         "ERROR": f"{ERROR[layout.bits]}f", "CAPACITY": capacity, "LIST": _list_length(capacity), "WARPS": warps,
-        "MORE": group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
+        "MORE": 2 * group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
         **{name: int(value) for name, value in switches.items()},
     }  # fmt: skip
     return compile_kernel(SOURCES, "sketch", tuple(defines.items()), warps * 32, shared, device.index or 0)

@@ -90,12 +90,14 @@ def reason_against() -> str:
 
 
 @contextmanager
-def emulated(processors: int) -> Iterator[None]:
-    """Let the single launches of pages and of sketches run on the host, as on a GPU of so many processors."""
+def emulated(processors: int, over_bus: bool = False) -> Iterator[None]:
+    """Let the single launches of pages and of sketches run on the host, as on a GPU of so many processors, and as if
+    they read keys and values over the bus or not."""
     properties = SimpleNamespace(multi_processor_count=processors)
     with (
         patch.object(sketch_launch, "compile_kernel", compile_kernel),
         patch.object(sifted_attention, "compile_kernel", compile_kernel),
+        patch.object(sketch_launch, "in_host_memory", lambda tensor: over_bus),
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
     ):
         yield

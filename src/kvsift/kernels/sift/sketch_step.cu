@@ -2,7 +2,7 @@
 // are compiled as one (kernels/sketch_launch.py).
 //
 // The rows (sequence, KV head) are shared out among a.members blocks each. A member
-//   1. weighs sinks and window exactly: all of them, since to wait for the others' shares would take longer,
+//   1. weighs sinks and window exactly: all of them where that takes less time than to wait for the others' shares,
 //   2. weighs its tokens by their codes next to these, and leaves a histogram of their votes; waits for the others,
 //   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
 //      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
@@ -10,10 +10,12 @@
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
 // HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), CODED (which are codes with scales), REST
 // (estimate what is not visible), SPILL (1: bases lie in global memory, 2: own_bins too, 3: unseen and scales),
-// WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
+// WARPS, CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK, OVER_BUS (keys and values
+// lie in host memory, and no cache keeps them).
 
 // The tokens that are visible anyway, sinks and window, and this member's share of them.
 struct Ends {
+    static constexpr int FEW = OVER_BUS ? 0 : 2 * WARPS * UNIT;  // are weighed by every member
     int batch, first, stop, all, begin, end;  // sinks, first token of the window; how many; own share
     __device__ __forceinline__ Ends(const Arguments &a, int batch, int first, int stop, int held)
         : batch(batch), first(first), stop(stop), all(first + held - stop) {
@@ -148,7 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
     Softmax softmax;
     softmax.clear();
-    Gather past(a, arrays, head, 0, ends.all, ends.all, ranks ? ends.all : 0);  // all sinks, the whole window
+    bool shared = ends.all > Ends::FEW;
+    int weighed = !ranks ? 0 : shared ? ends.count() : ends.all;
+    Gather past(a, arrays, head, shared ? ends.begin : 0, weighed, 0, weighed);
     place_queries(s.queries, a.queries + (i64)row * G * D);
     if (ranks) rotate_queries(a, s, row);  // while keys are under way
     __syncthreads();
@@ -159,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Means means;
     if (ranks) {
         past.weigh(s, softmax);
-        sum_past(s, softmax);
+        sum_past(a, s, softmax, row, shared, launch);
         softmax.clear();
         auto weigh = [&](Weigher::Loaded &now, Weigher::Loaded &next, int tile) {
             if (lane < TILE) arrays.pages[tile * TILE + lane] = page;
