@@ -105,9 +105,17 @@ def test_rows_get_the_experts_of_the_reference(
     normal, chosen, weights = choose_experts_reference(x, norm, stacks)
     # two logits may be rounded to neighbours; with biases they are larger, up to 4, and so are the steps between these
     steps = (3 if routed == "biased" else 1) * (2e-2 if dtype == torch.bfloat16 else 2e-3)
+    logits = torch.nn.functional.linear(normal.double(), stacks.router.double())
+    if stacks.router_bias is not None:
+        logits += stacks.router_bias.double()
     for _ in range(2):  # the second time with what the first one has left
         found = choose_experts_triton(x, norm, stacks)
-        assert torch.equal(found[1], chosen)
+        assert all(len(set(ids)) == stacks.per_row for ids in found[1].tolist())
+        of_found, of_chosen = (
+            logits.gather(1, ids.long().clamp(max=logits.shape[1] - 1)) for ids in (found[1], chosen)
+        )
+        torch.testing.assert_close(of_found, of_chosen, rtol=0, atol=steps if dtype != torch.float32 else 1e-6)
+        assert torch.equal(found[1] == size[0], chosen == size[0])  # the shared one
         torch.testing.assert_close(found[0], normal)
         torch.testing.assert_close(found[2], weights, rtol=steps, atol=1e-6)
 

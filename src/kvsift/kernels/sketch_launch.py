@@ -32,6 +32,7 @@ class SketchSpace(NamedTuple):
     """Workspace of the single launch, shared by all layers of a model. What blocks tell each other brings the number of
     the launch, so that nothing is cleared between launches."""
 
+    past: Tensor  # int64 [rows, group, 2, warps], sums of sinks and window that come over the bus
     bins: Tensor  # int32 [rows, members, BINS], counts with the last bits of that number
     coarse: Tensor  # int32 [rows, members, COARSE], the same
     spill: Tensor  # uint8 [rows, members, bytes of a member's numbers that find no shared memory]
@@ -45,9 +46,10 @@ class SketchSpace(NamedTuple):
     @classmethod
     def shapes(cls, kv: PagedKV, group: int, capacity: int) -> tuple[SpaceShape, ...]:
         rows, members = kv.batch * kv.num_kv_heads, _members(kv)
-        record = group * (kv.head_dim + 4)
+        record = group * (kv.head_dim + 3)
         spill = _spill_bytes(kv, group, capacity, members)
         return (
+            SpaceShape((rows, group, 2, _warps(group, kv.head_dim)), torch.int64),
             SpaceShape((rows, members, BINS), torch.int32),
             SpaceShape((rows, members, COARSE), torch.int32),
             SpaceShape((rows, members, spill), torch.uint8, lasts=False),
@@ -130,7 +132,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
 
 
 _SketchArguments = arguments(
-    "queries keys values table lengths rows spans tokens counts out bins coarse spill parts launches visible "
+    "queries keys values table lengths rows spans tokens counts out past bins coarse spill parts launches visible "
     "estimated sink dense_below",
     "row_head row_page key_head key_page key_token value_head value_page value_token spill_bytes",
     "max_pages num_kv_heads members own_subs",
@@ -179,7 +181,7 @@ def _kernel(
         "G": group, "D": layout.head_dim, "PAGE": layout.page_size, "BITS": layout.bits, "FACTORS": layout.factors,
         "KEY_MEAN": layout.key_mean, "VALUE_MEAN": layout.value_mean, "SCALES": layout.scales,
         "ERROR": f"{ERROR[layout.bits]}f", "CAPACITY": capacity, "LIST": _list_length(capacity), "WARPS": warps,
-        "MORE": 2 * group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
+        "MORE": group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
         **{name: int(value) for name, value in switches.items()},
     }  # fmt: skip
     return compile_kernel(SOURCES, "sketch", tuple(defines.items()), warps * 32, shared, device.index or 0)

@@ -22,6 +22,7 @@ struct Arguments {
     const int *spans;
     int *tokens, *counts;
     u16 *out;
+    u64 *past;                 // [rows, G, 2, WARPS], if OVER_BUS: sums of sinks and window, as `tell` writes them
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
     u8 *spill;                 // [rows, members, spill_bytes], if SPILL
     u64 *parts;                // [rows, members, RECORD], numbers that `tell` writes

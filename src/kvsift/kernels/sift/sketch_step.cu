@@ -2,7 +2,8 @@
 // are compiled as one (kernels/sketch_launch.py).
 //
 // The rows (sequence, KV head) are shared out among a.members blocks each. A member
-//   1. weighs sinks and window exactly: all of them where that takes less time than to wait for the others' shares,
+//   1. weighs sinks and window exactly: all of them, since to wait for the others' shares would take longer, or a share
+//      where they come over the bus,
 //   2. weighs its tokens by their codes next to these, and leaves a histogram of their votes; waits for the others,
 //   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
 //      window, and the means of the pages for what is not visible; waits for the others, and merges a share of the output.
@@ -15,7 +16,6 @@
 
 // The tokens that are visible anyway, sinks and window, and this member's share of them.
 struct Ends {
-    static constexpr int FEW = OVER_BUS ? 0 : 2 * WARPS * UNIT;  // are weighed by every member
     int batch, first, stop, all, begin, end;  // sinks, first token of the window; how many; own share
     __device__ __forceinline__ Ends(const Arguments &a, int batch, int first, int stop, int held)
         : batch(batch), first(first), stop(stop), all(first + held - stop) {
@@ -37,8 +37,8 @@ struct Ends {
     }
 };
 
-// Keys and values of `listed` tokens, eight at a time: of `near` that are listed from `begin` on, and of the others, which
-// are listed from `ends` on.
+// Keys and values of `listed` tokens, eight at a time, of which a warp has the `turn`-th first: of `near` that are listed
+// from `begin` on, and of the others, which are listed from `ends` on.
 struct Gather {
     static constexpr int ROOM = (WARPS <= 8 ? 40 : 16) - HEAD_TILES * D / 16;  // parts that registers have room for
     static constexpr int AHEAD = 2 * PARTS < ROOM ? 2 * PARTS : ROOM;
@@ -50,9 +50,9 @@ struct Gather {
     Scales scales;
 
     __device__ __forceinline__ Gather(
-        const Arguments &a, const Arrays &arrays, int head, int begin, int near, int ends, int listed
+        const Arguments &a, const Arrays &arrays, int head, int turn, int begin, int near, int ends, int listed
     )
-        : a(a), arrays(arrays), begin(begin), near(near), ends(ends), listed(listed), unit(threadIdx.x / 32 * UNIT) {
+        : a(a), arrays(arrays), begin(begin), near(near), ends(ends), listed(listed), unit(turn * UNIT) {
         keys = (const char *)a.keys + head * a.key_head, values = (const char *)a.values + head * a.value_head;
         if (unit < listed) request();
     }
@@ -150,9 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     u32 *launches = a.launches + row * 2, launch = launch_after(launches), ranked = launch_after(launches + 1);
     Softmax softmax;
     softmax.clear();
-    bool shared = ends.all > Ends::FEW;
-    int weighed = !ranks ? 0 : shared ? ends.count() : ends.all;
-    Gather past(a, arrays, head, shared ? ends.begin : 0, weighed, 0, weighed);
+    int turn = OVER_BUS ? warp * a.members + member : threadIdx.x / 32;  // of the row: its sum is the same
+    Gather past(a, arrays, head, turn, 0, ends.all, ends.all, ranks && turn < WARPS ? ends.all : 0);
     place_queries(s.queries, a.queries + (i64)row * G * D);
     if (ranks) rotate_queries(a, s, row);  // while keys are under way
     __syncthreads();
@@ -163,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     Means means;
     if (ranks) {
         past.weigh(s, softmax);
-        sum_past(a, s, softmax, row, shared, launch);
+        sum_past(a, s, softmax, row, turn, launch);
         softmax.clear();
         auto weigh = [&](Weigher::Loaded &now, Weigher::Loaded &next, int tile) {
             if (lane < TILE) arrays.pages[tile * TILE + lane] = page;
@@ -199,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_con
     __syncthreads();
     bool estimates = REST && ranks;
     if (estimates) see(a, arrays, s, span, rows, ends.all, listed - ends.count());
-    Gather gather(a, arrays, head, ends.begin, ends.count(), ends.all, listed);  // a share of them, and the chosen
+    Gather gather(a, arrays, head, threadIdx.x / 32, ends.begin, ends.count(), ends.all, listed);  // a share of them, and the chosen
     if (estimates) add_rest(a, arrays, s, span, rows, means, softmax);
     gather.attend(s, softmax);
     __syncthreads();

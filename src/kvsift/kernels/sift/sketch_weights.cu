@@ -323,48 +323,41 @@ struct Codes {
     }
 };
 
-// log2 of the sum of `total` times 2^`top` over a warp's lanes.
-__device__ __forceinline__ float warp_log_sum(float top, float total) {
-    float best = warp_max(top), sum = warp_sum(best > NEGATIVE_INFINITY ? total * power(top - best) : 0.f);
-    return sum > 0.f ? best + log2f(sum) : NEGATIVE_INFINITY;
-}
-
 // log2 of what sinks and window weigh for each query head, exactly, into s.past; 0 where there is neither. `softmax` is
-// that of this warp over all of them or, if they are `shared`, over this member's share: then the others' are heard.
+// that of this warp, which is the `turn`-th of those of this member or, OVER_BUS, of the row.
 __device__ __forceinline__ void sum_past(
-    const Arguments &a, Shared &s, const Softmax &softmax, int row, bool shared, u32 launch
+    const Arguments &a, Shared &s, const Softmax &softmax, int row, int turn, u32 launch
 ) {
     int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     float *scratch = (float *)s.sums;  // [G, 2, WARPS]
+    u64 *told = a.past + (i64)row * G * 2 * WARPS;  // the same
 #pragma unroll
     for (int tile = 0; tile < HEAD_TILES; ++tile) {
         int g = tile * 8 + lane / 4;
         float total = softmax.total[tile];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        if (lane % 4 == 0 && g < G)
-            scratch[g * 2 * WARPS + warp] = softmax.top[tile], scratch[(g * 2 + 1) * WARPS + warp] = total;
+        if (lane % 4 || g >= G || turn >= WARPS) continue;
+        int at = g * 2 * WARPS + turn;
+        if (OVER_BUS) {
+            tell(told + at, softmax.top[tile], launch), tell(told + at + WARPS, total, launch);
+        } else {
+            scratch[at] = softmax.top[tile], scratch[at + WARPS] = total;
+        }
     }
     __syncthreads();
     for (int g = warp; g < G; g += WARPS) {
-        float top = lane < WARPS ? scratch[g * 2 * WARPS + lane] : NEGATIVE_INFINITY;
-        float past = warp_log_sum(top, lane < WARPS ? scratch[(g * 2 + 1) * WARPS + lane] : 0.f);
-        if (shared) {
-            u64 *shares = a.parts + ((i64)row * a.members + 1) * RECORD - G + g;  // records end with them
-            if (lane == 0) tell(shares + (i64)(blockIdx.x % a.members) * RECORD, past, launch);
-            float total;
+        int at = g * 2 * WARPS + lane;
+        float top = NEGATIVE_INFINITY, total = 0.f;
+        if (lane < WARPS && !OVER_BUS) top = scratch[at], total = scratch[at + WARPS];
+        if (lane < WARPS && OVER_BUS) {
             Listener others{launch};
             do {
-                others.told = true, top = NEGATIVE_INFINITY, total = 0.f;
-                for (int m = lane; m < a.members; m += 32) {
-                    float theirs = others.hear(shares + (i64)m * RECORD), larger = fmaxf(top, theirs);
-                    if (larger > NEGATIVE_INFINITY) total = total * power(top - larger) + power(theirs - larger);
-                    top = larger;
-                }
+                others.told = true, top = others.hear(told + at), total = others.hear(told + at + WARPS);
             } while (!others.told);
-            past = warp_log_sum(top, total);
         }
-        if (lane == 0) s.past[g] = past > NEGATIVE_INFINITY ? past : 0.f;
+        float best = warp_max(top), sum = warp_sum(best > NEGATIVE_INFINITY ? total * power(top - best) : 0.f);
+        if (lane == 0) s.past[g] = sum > 0.f ? best + log2f(sum) : 0.f;
     }
     __syncthreads();
 }
