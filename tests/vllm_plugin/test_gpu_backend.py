@@ -40,7 +40,7 @@ class Model:
             "_config": SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)), "_dtype": torch.float32,
             "_state": self.state, "_sparse": None, "_index": -1, "_reuse": None, "_layer": None, "_attention": None,
             "_cache": None, "num_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_size": DIM, "scale": DIM**-0.5,
-            "logits_soft_cap": 0, "sinks": None, "kv_cache_dtype": "auto",
+            "logits_soft_cap": 0, "sinks": None, "kv_cache_dtype": "auto", "_pdl": False,
         }  # fmt: skip
         self.layers = [object.__new__(backend.SparseFlashImpl) for _ in range(6)]
         for layer in self.layers:
