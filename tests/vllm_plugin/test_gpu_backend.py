@@ -127,3 +127,28 @@ def test_layers_that_reuse_keep_no_summaries_and_attend_what_others_chose(backen
         model.write(index, 1, torch.zeros(BLOCKS + 1, BLOCK, HEADS, 2 * DIM).transpose(1, 2))
         gc.collect()
         assert old() is None
+
+
+@pytest.mark.vllm
+def test_attention_starts_early_where_no_prompt_is_read(
+    backend: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, begins = Model(backend, tmp_path / "anchors.json"), list[bool]()
+    attend = backend.DecodeLayer.attend
+
+    def noted(self: Any, queries: torch.Tensor, mode: Any, early: bool, out: torch.Tensor) -> None:
+        begins.append(early)
+        attend(self, queries, mode, out=out)
+
+    monkeypatch.setattr(backend.DecodeLayer, "attend", noted)
+    for layer in model.layers:
+        layer._pdl = True
+    scales = {"_q_scale_float": 1.0, "_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    for rest in (None, object()):  # a prompt that is read in the same step
+        step = backend.GpuStep(len(LENGTHS), model.batch, model.counters, rest)
+        metadata = SimpleNamespace(kvsift=step, block_table=model.table, seq_lens=torch.tensor(LENGTHS).int())
+        for layer, name, cache in zip(model.layers, model.names, model.caches):
+            query, key = torch.randn(4, HEADS * GROUP, DIM), torch.randn(4, HEADS, DIM)
+            of_layer = SimpleNamespace(layer_name=name, **scales)
+            layer.forward(of_layer, query, key, key, cache, metadata, torch.zeros_like(query))
+    assert begins == [False, True, True, True] + [False] * 4

@@ -95,6 +95,11 @@ class GpuStep:
     dense_decodes: Any = None
     begun: bool = False
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no other sequences are in it."""
+        return self.rest is None and not self.runs
+
 
 class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """Splits a step into sequences that decode and others."""
@@ -299,7 +304,9 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self, layer: Any, step: GpuStep, own: LayerPages, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:  # fmt: skip
         rows, batch = step.decodes, step.batch
-        early = self._pdl and step.begun  # else the launch before has just written the step's table and spans
+        # Else the launch before has just written the step's table and spans, or pages of a prompt, behind which another
+        # sequence may decode in the same step: vLLM shares them when it plans the step.
+        early = self._pdl and step.begun and step.only_decodes
         if not step.begun:
             step.begun = True
             batch.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
