@@ -81,6 +81,22 @@ def test_whatever_happens_they_hold_the_same(make: Callable[[], SplitStore], see
             check_alike(store, other, rng)
 
 
+def test_values_lie_behind_their_keys_where_a_device_selects_by_summaries() -> None:
+    store, apart = MAKE["offload"](), OffloadStore(SHAPE, 2, 4, LIKE)
+    for each in (store, apart, other := PagedStore(SHAPE, 2, 4, LIKE)):
+        each.append(0, *drawn(30, 0))
+    (tokens,), (keys, values) = store.pool.stored, apart.pool.stored
+    assert tokens.shape[3] == 16
+    assert (keys.shape[3], values.shape[3]) == (8, 8)
+    for slot, token in enumerate(store.pools().keys.flatten(1, 2).unbind(1)):
+        assert store.pools().values.flatten(1, 2)[:, slot].data_ptr() == token.data_ptr() + 8 * 4
+    assert apart.reader(0).in_place
+    reader, expected = store.reader(0), other.reader(0)
+    assert not reader.in_place
+    assert torch.equal(reader.borrow_in_place(3, 20), expected.keys(3, 20))  # by a method that ranks keys
+    assert reader.borrow_in_place(3, 20).is_contiguous()
+
+
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_the_last_tokens_are_read_where_they_were_computed(make: Callable[[], SplitStore]) -> None:
     store = make()

@@ -35,6 +35,8 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
+from kvsift.stores.split import SplitStore
+from kvsift.stores.transfers import mapped
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.decode_case import SPARE_PAGES, DecodeCase, decode, reserved, weight_bytes
@@ -242,8 +244,10 @@ def _bus(cache: SparseCache) -> dict[str, float]:
     store = cache.attentions[0].store
     if not store.is_remote:
         return {}
-    on_host: Tensor = store.reader(0).keys()[0]  # [tokens, head_dim], contiguous
-    rows = store.pools().keys.flatten(0, 2)  # [heads * slots, head_dim], read over the bus
+    assert isinstance(store, SplitStore)
+    pool = store.pool.stored[0]  # keys, or keys and values
+    on_host = pool[0].flatten(0, 1)[: store.lengths[0]]  # [tokens, width], contiguous
+    rows = mapped(pool, store.device).flatten(0, 2)  # [heads * slots, width], read over the bus
     target = torch.empty_like(on_host, device=rows.device)
     chosen = torch.randint(len(rows), (GATHERED,), device=rows.device)
     seconds = [

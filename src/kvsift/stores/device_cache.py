@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsift.stores.kv_pool import granules_of
+
 
 class DeviceCache:
     """Pieces of one layer.
@@ -105,11 +107,10 @@ class DeviceCache:
         index, copied = pieces % num_kv_heads * per_head + pieces // num_kv_heads, 0
         target = slots.to(self.device)
         for pool, buffer in zip(pools, self._buffers):
-            rows = torch.empty(
-                len(index), self._granule_size * pool.shape[3], dtype=pool.dtype, pin_memory=self.device.type == "cuda"
-            )
-            torch.index_select(pool.view(-1, rows.shape[1]), 0, index, out=rows)
-            buffer.view(len(buffer), -1).index_copy_(0, target, rows.to(self.device, non_blocking=True))
+            sizes, on_gpu = (len(index), self._granule_size, pool.shape[3]), self.device.type == "cuda"
+            rows = torch.empty(sizes, dtype=pool.dtype, pin_memory=on_gpu)
+            torch.index_select(granules_of(pool, self._granule_size), 0, index, out=rows)
+            buffer.index_copy_(0, target, rows.to(self.device, non_blocking=True))
             copied += rows.numel() * rows.element_size()
         return copied
 

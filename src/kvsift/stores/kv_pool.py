@@ -8,7 +8,7 @@ page includes it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,10 +36,13 @@ class LayerPool:
         pages: counts references to its pages.
         coded_keys, coded_values: keep codes of 8 bits (``native.coded_rows``) instead.
         by_page: codes of a page lie together (``kernels.coded_pages``); by default rows do, as the compiled core reads.
+        side_by_side: a token's value lies behind its key. A device that reads few tokens over the bus mostly waits for
+            addresses, and finds both by one; the compiled core reads neither in place then.
         pinned: use page-locked host memory, which this device reads and writes on its own.
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
+        stored: the tensors that hold them, contiguous: one if they are side by side, else both.
         head_dim, dtype: those of keys and values as they are appended and read.
         token_bytes: bytes of keys and values of one token.
         on_host: whether keys and values are in memory that the compiled core reads, and as it reads them.
@@ -50,22 +53,24 @@ class LayerPool:
 
     def __init__(
         self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, *, coded_keys: bool = False,
-        coded_values: bool = False, by_page: bool = False, pinned: torch.device | None = None,
+        coded_values: bool = False, by_page: bool = False, side_by_side: bool = False,
+        pinned: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
         self.head_dim, self.dtype = shape.head_dim, like.dtype
         self.coded_keys, self.coded_values, self.by_page = coded_keys, coded_values, by_page
         self._pinned = pinned
         self.moves = 0
-        self.keys, self.values = (
-            like.new_empty(
-                shape.num_kv_heads, 0, page_size, coded_width(shape.head_dim) if coded else shape.head_dim,
-                dtype=torch.int8 if coded else like.dtype,
-            )
-            for coded in (coded_keys, coded_values)
-        )  # fmt: skip
+        widths = [coded_width(shape.head_dim) if coded else shape.head_dim for coded in (coded_keys, coded_values)]
+        dtypes = [torch.int8 if coded else like.dtype for coded in (coded_keys, coded_values)]
+        if side_by_side:
+            widths, dtypes = [sum(widths)], dtypes[:1]
+        self.stored = tuple(
+            like.new_empty(shape.num_kv_heads, 0, page_size, width, dtype=dtype) for width, dtype in zip(widths, dtypes)
+        )
+        self.keys, self.values = self.parts(self.stored)
         self.token_bytes = sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
-        self.on_host = self.keys.is_cpu and not by_page
+        self.on_host = self.keys.is_cpu and not by_page and not side_by_side
         self.summaries: dict[str, Tensor] = {}
         self._users: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
@@ -90,9 +95,10 @@ class LayerPool:
         if needed <= present:
             return
         target = needed + spare if exactly else max(needed, 2 * present)
-        keys, values = (_grown(pool, target, self._new_tokens) for pool in (self.keys, self.values))
+        stored = tuple(_grown(pool, target, self._new_tokens) for pool in self.stored)
         summaries = {kind: _grown(pool, target, _new_summaries) for kind, pool in self.summaries.items()}
-        self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
+        self.stored, self.summaries = stored, summaries  # all or none, should memory be short
+        self.keys, self.values = self.parts(stored)
         self.moves += 1
 
     def _new_tokens(self, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -132,6 +138,15 @@ class LayerPool:
                 for kind, rows in self.summaries.items():
                     rows[:, pages] = summarise_pages(kind, *self.as_read, pages, rows)
 
+    @staticmethod
+    def parts(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Keys and values, views of rows [..., width] of ``stored``."""
+        return rows if len(rows) == 2 else rows[0].chunk(2, -1)
+
+    def joined(self, rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The reverse of ``parts``, a copy if they are side by side."""
+        return rows if len(self.stored) == 2 else [torch.cat([*rows], -1)]
+
     def rows_of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [..., head_dim], as they are stored."""
         if self.coded_keys and keys.dtype != torch.int8:  # else they were read as they are stored
@@ -161,8 +176,11 @@ class LayerPool:
                 pool.flatten(1, 2)[:, slots] = rows
 
     def read(self, pool: Tensor, slots: slice | Tensor) -> Tensor:
-        """Return what ``write`` has written to keys or values, a view where it can be."""
-        return read_rows(codes_of(pool), *self._places(slots)) if self.by_page else pool.flatten(1, 2)[:, slots]
+        """Return what ``write`` has written to keys or values, a view where it can be; or rows of ``stored``."""
+        if self.by_page:
+            return read_rows(codes_of(pool), *self._places(slots))
+        rows = pool.flatten(1, 2)[:, slots]
+        return rows if pool.is_contiguous() else rows.contiguous()
 
     def _places(self, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(slots, slice):
@@ -212,6 +230,11 @@ class KVPool:
         with self.pages.lock:
             if index in self.layers and self.layers[index].is_used_only_by(user):
                 del self.layers[index]
+
+
+def granules_of(pool: Tensor, granule_size: int) -> Tensor:
+    """View keys or values of a pool as granules in the order of heads and slots, [count, granule_size, width]."""
+    return pool.flatten(0, 2).unflatten(0, (-1, granule_size))
 
 
 def _grown(pool: Tensor, num_pages: int, make: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:

@@ -52,6 +52,8 @@ class OffloadStore(SplitStore):
         device_cache: int = DEVICE_CACHE,
     ) -> None:  # fmt: skip
         self.cache = DeviceCache(device_cache, like.device)
+        summaries = tuple(summaries)
+        self.side_by_side = bool(summaries) and host_values == "model"  # else the host selects by keys
         super().__init__(shape, num_rows, page_size, like, summaries, reserve, table, host_values=host_values)
 
     @classmethod
@@ -73,7 +75,7 @@ class OffloadStore(SplitStore):
         self._settle()
         keys, values, summaries = super().pools()
         if self.is_remote:
-            keys, values = (mapped(pool, self.device) for pool in (keys, values))
+            keys, values = self.pool.parts([mapped(pool, self.device) for pool in self.pool.stored])
         return Pools(keys, values, summaries)
 
     def reserve_rows(self, lengths: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsift.kernels.coded_pages import codes_of, read_pages, read_rows
 from kvsift.kernels.segment_attention import Rows
 from kvsift.native.shapes import HeadRows, PooledRows
-from kvsift.stores.kv_pool import LayerPool
+from kvsift.stores.kv_pool import LayerPool, granules_of
 from kvsift.stores.page_table import PageTable
 
 DECODED_TOKENS = 16384  # at once, in dense attention over keys and values in 8 bits
@@ -224,8 +224,7 @@ class RowReader:
             slots = (index.unsqueeze(-1) * granule_size + torch.arange(granule_size, device=index.device)).flatten(1)
             pages, num_pages = slots // self.page_size, pool.shape[1]
             return read_rows(codes_of(pool), pages % num_pages, slots % self.page_size, pages // num_pages)
-        # one index_select over rows of granule_size tokens: each is one contiguous copy
-        chosen = pool.view(-1, granule_size * pool.shape[3]).index_select(0, index.flatten())
+        chosen = granules_of(pool, granule_size).index_select(0, index.flatten())
         return chosen.view(index.shape[0], -1, pool.shape[3])
 
     def _kv_heads(self, units: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ class SplitStore(PagedStore):
          "decode={it.plan.decode} frees what it drops, and placement={it.place.name} keeps everything in host memory. "
          "Leave out evict, or the placement."),
     )  # fmt: skip
+    side_by_side = False  # how ``LayerPool`` lays out keys and values
     at_once: bool | None = None  # device and host attend side by side; None: where they are not the same
 
     def __init__(
@@ -106,8 +107,10 @@ class SplitStore(PagedStore):
 
     def _new_pool(self, pages: PagePool) -> LayerPool:
         pinned = self.device if self.device.type == "cuda" else None
-        coded = self.host_values == "int8"
-        return LayerPool(self.shape, self.page_size, self._like, pages, coded_values=coded, pinned=pinned)
+        coded, together = self.host_values == "int8", self.side_by_side
+        return LayerPool(
+            self.shape, self.page_size, self._like, pages, coded_values=coded, side_by_side=together, pinned=pinned
+        )
 
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         start = self.lengths[row]
@@ -118,15 +121,14 @@ class SplitStore(PagedStore):
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         rows = self.pool.rows_of(keys, values)
         if keys.is_cuda:
-            pools = [self.pool.keys.flatten(1, 2), self.pool.values.flatten(1, 2)]
-            self._transfers.send(pools, slots, rows)
+            self._transfers.send([pool.flatten(1, 2) for pool in self.pool.stored], slots, self.pool.joined(rows))
         else:
             super()._write(slots, *rows)
 
     @torch.inference_mode()  # pools outlive the block they were made in
     def _complete_transfers(self) -> None:
         for slots, rows in self._transfers.settle():
-            super()._write(slots, *rows)
+            super()._write(slots, *self.pool.parts(rows))
 
     def _fit(self, exactly: bool = False) -> None:
         if not self.pool.has_room:  # the pools are about to be copied
@@ -180,7 +182,7 @@ class SplitStore(PagedStore):
 
     def _copied(self, reader: RowReader, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of spans, copied on a stream of their own into two buffers in turn."""
-        pools, width = (self.pool.keys, self.pool.values), max((stop - start for start, stop in spans), default=0)
+        pools, width = self.pool.stored, max((stop - start for start, stop in spans), default=0)
         buffers = [
             [pool.new_empty(len(pool), width, pool.shape[3], device=self.device) for pool in pools] for _ in range(2)
         ]
@@ -190,11 +192,13 @@ class SplitStore(PagedStore):
             buffer, count = buffers[number % 2], stop - start
             with torch.cuda.stream(copying):
                 copying.wait_event(used[number % 2])
-                for target, read in zip(buffer, (reader.keys, reader.stored_values)):
-                    for head, rows in zip(target, read(start, stop)):  # head by head, as in ``HostTransfers``
-                        head[:count].copy_(rows, non_blocking=True)
+                for target, pool in zip(buffer, pools):
+                    rows = self.pool.read(pool, reader.slots(start, stop))
+                    for head, rows_of_head in zip(target, rows):  # head by head, as in ``HostTransfers``
+                        head[:count].copy_(rows_of_head, non_blocking=True)
             torch.cuda.current_stream(self.device).wait_stream(copying)
-            yield buffer[0][:, :count], self.pool.values_of(buffer[1][:, :count])
+            keys, values = self.pool.parts([tensor[:, :count] for tensor in buffer])
+            yield keys, self.pool.values_of(values)
             used[number % 2].record(torch.cuda.current_stream(self.device))
 
     def attend_all(self, row: int, segment: Segment) -> Part:
