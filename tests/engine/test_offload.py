@@ -62,6 +62,20 @@ def test_answers_are_those_of_kv_on_the_device(plan: str, placement: str, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("first", [0, 2], ids=["summaries", "keys"])
+def test_plans_share_pools_that_the_first_one_laid_out(first: int, device: str, directory: Path) -> None:
+    sketch = "sketch:budget=128:window=32:dense_layers="
+    plans = [f"{sketch}0", f"{sketch}none", "oracle_tokens:budget=120:dense_layers=none", QUEST]
+    beside, apart = (llm(directory, device, place, dense_below=0) for place in ("device", "offload"))
+    documents = [model.read(text_of(700), plan=plans[first]) for model in (beside, apart)]
+    for plan in plans[first:] + plans[:first]:
+        one, other = (document.ask("How many sacks?", plan=plan, max_new_tokens=20) for document in documents)
+        assert one.token_ids == other.token_ids, plan
+    [cache] = pinned_caches(apart)
+    assert {len(attention.store.pool.stored) for attention in cache.attentions} == {2 if first else 1}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("placement", ["split", "offload"])
 def test_a_document_is_asked_again_and_again(placement: str, device: str, directory: Path) -> None:
     beside, apart = (llm(directory, device, place).read(text_of(1200)) for place in ("device", placement))
@@ -163,7 +177,7 @@ def test_what_cannot_be_is_refused(directory: Path) -> None:
     with refused("unsupported_plan: its keys and values are in host memory"):
         LLM(directory, QUEST, placement="split", path="captured").generate("Once")
     with refused("unsupported_plan: no NVIDIA GPU"):
-        LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
+        LLM(directory, QUEST, device="cpu", placement="offload", path="captured").generate("Once")
     with refused("unused_option: placement=offload"):
         LLM(directory, QUEST, placement="split:device_cache=5")
 

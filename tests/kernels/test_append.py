@@ -155,6 +155,8 @@ def test_sketches_of_all_layers_in_one_launch_are_those_of_each(kind: str) -> No
     for number, kv in enumerate(layers):
         append_triton(kv, *new_tokens(kv, number), {})
         kv.values.mul_(number + 1)
+    joined = torch.cat([layers[1].keys, layers[1].values], -1)  # as ``LayerPool`` has them side by side
+    layers[1] = layers[1]._replace(keys=joined[..., :64], values=joined[..., 64:])
     alone, together = ([pools_of([kind], kv) for kv in layers] for _ in range(2))
     for kv, pools in zip(layers, alone):
         filled = torch.tensor([0, 2], device=DEVICE)  # sequences whose newest token fills a page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -95,10 +96,13 @@ def append_sketches(
                 of_last = kv._replace(table=kv.table[last], lengths=kv.lengths[last])
                 _summarise_newest(of_last, {kind: rows})
             continue
-        assert len({(*kv.keys.stride(), *kv.values.stride(), *rows.stride()) for kv, rows in pools}) == 1
-        key = tuple(tensor.data_ptr() for kv, rows in pools for tensor in (kv.keys, kv.values, rows))
-        addresses = keep(pool_addresses, pools, key=key)
-        write_newest_triton(pools[0][0], bits, pools[0][1], addresses, filled=True, pdl=pdl)
+        by_layout = defaultdict[object, list[tuple[PagedKV, Tensor]]](list)  # plans that came first laid out the pools
+        for kv, rows in pools:
+            by_layout[kv.keys.stride(), kv.values.stride(), rows.stride()].append((kv, rows))
+        for alike in by_layout.values():
+            key = tuple(tensor.data_ptr() for kv, rows in alike for tensor in (kv.keys, kv.values, rows))
+            addresses = keep(pool_addresses, alike, key=key)
+            write_newest_triton(alike[0][0], bits, alike[0][1], addresses, filled=True, pdl=pdl)
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:
