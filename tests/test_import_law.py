@@ -239,7 +239,7 @@ def test_the_law_is_read_from_the_source(
 @pytest.mark.parametrize(
     "statement",
     [
-        "import kvsift",
+        "import kvsift; kvsift.errors.InputError",
         "import kvsift.methods; kvsift.methods.catalogue()",
         "import runpy; sys.argv = ['kvsift', '--help']; runpy.run_module('kvsift', run_name='__main__')",
     ],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvsift import threads  # sets what torch reads when it is loaded
+from kvsift import errors, threads  # threads sets what torch reads when it is loaded
 from kvsift.collector import collector_paused
 
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from engine.tiny_directory import text_of
+from refusals import refused
 
 from kvsift import LLM
 from kvsift.models.hf.model_directory import ModelDirectory
@@ -67,6 +68,11 @@ def test_probing_is_not_in_the_times(llama: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_probes_there_is_no_recovery_and_no_recall(llama: Path) -> None:
     answer = LLM(llama, QUEST, probe_every=0).generate(TEXT, max_new_tokens=20)
     assert answer.decode("recovery") is answer.decode("recall") is None
+
+
+def test_an_unknown_counter_is_refused_by_name(llm: LLM) -> None:
+    with refused("unknown_name: 'densty'; did you mean 'density'?"):
+        llm.generate(TEXT, max_new_tokens=2).decode("densty")
 
 
 def test_kv_bytes_are_those_of_the_pools(llm: LLM) -> None:

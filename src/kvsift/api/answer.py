@@ -7,6 +7,7 @@ from typing import Any
 
 from kvsift.api.passages import Passages
 from kvsift.engine.transcript import TokenLogprobs
+from kvsift.errors import unknown
 
 LONGEST_SHOWN = 100  # characters of an answer in its ``repr``
 
@@ -82,8 +83,15 @@ class Answer:
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
     def decode(self, key: str) -> Any:
-        """Return one of the decode counters: density, visible_tokens, kv_bytes_read, recovery, ..."""
-        return self.stats["phases"]["decode"][key]
+        """Return one of the decode counters: density, visible_tokens, kv_bytes_read, recovery, ...
+
+        Raises:
+            InputError: if there is none of this name.
+        """
+        counters: dict[str, Any] = self.stats["phases"]["decode"]
+        if key not in counters:
+            raise unknown("decode counter", key, counters)
+        return counters[key]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer ready for JSON."""

@@ -68,7 +68,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method):
-            raise InvalidValue(f"method={self.method!r} must be a Method; parse_plan reads text such as 'quest'.")
+            raise InvalidValue(
+                f"method={self.method!r} must be a Method, such as kvsift.methods.quest.Quest(); "
+                "parse_plan reads text such as 'quest:budget=1024'."
+            )
         if not isinstance(self.budget, Budget):
             raise InvalidValue(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
         for kind in self.method.summaries:
