@@ -141,6 +141,8 @@ def test_unknown_fields_without_effect_are_ignored_by_name() -> None:
         ({"sparsity": {"plan": "dense", "budget": 5}}, "budget", "Known: exact, min_recovery, passages, plan"),
         ({"messages": [{**HELLO[0], "rol": 1}]}, "rol", "did you mean 'role'"),
         ({"min_tokens": 3}, "min_tokens", "did you mean 'max_tokens'"),
+        ({"plan": "quest:budget=512"}, "plan", 'stands in the field sparsity: {"sparsity": {"plan": ...}}'),
+        ({"exact": True}, "exact", "stands in the field sparsity"),
         ({"guided_regex": "a+"}, "guided_regex", "unknown field"),
         ({"max_output_tokens": 9}, "max_output_tokens", "unknown field"),
         ({"modalities": ["text", "audio"]}, "modalities", "is not supported by this server; leave it out unless it is"),
