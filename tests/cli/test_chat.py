@@ -118,7 +118,7 @@ def test_passages_are_lines_of_the_context_and_the_strongest_come_first(piped: P
     assert "other lines were read less; /passages " in others
     assert removed == f"removed: {QUESTION}"
     assert done.code == 2
-    assert "no answer whose passages" in done.err
+    assert "no answer has passages" in done.err
 
 
 def test_a_conversation_is_saved_whole_and_replaces_a_file_only_when_asked_twice(

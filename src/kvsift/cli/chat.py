@@ -194,7 +194,9 @@ class ChatCommands:
         if not conversation.context.text:
             raise MissingInput("this chat has no context, so there are no passages of it. /context FILE gives one.")
         if conversation.last is None:
-            raise MissingInput("there is no answer whose passages could be shown; ask something first.")
+            raise MissingInput(
+                "no answer has passages to show: none was given yet, or the last one was stopped. Ask something."
+            )
         if conversation.last.passages is None:
             raise UnsupportedPrompt(f"there are no passages: {conversation.why_no_passages}")
         for line in passage_lines(conversation.context, conversation.last.passages, most):
