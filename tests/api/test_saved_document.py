@@ -474,8 +474,28 @@ def test_a_disk_without_room_is_refused_before_reading(llama: Path, path: Path, 
         llm.read(TEXT).save(path)
 
 
-def test_an_interrupted_save_leaves_the_old_file(llama: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path.write_text("old")
+def test_only_the_same_document_is_replaced(llama: Path, path: Path, saved: Path) -> None:
+    llm = LLM(llama, QUEST)
+    others = {"notes": b"mine", "another": saved.read_bytes(), "damaged": saved.read_bytes()[:5000]}
+    for number, (name, content) in enumerate(others.items()):
+        path.write_bytes(content)
+        text = TEXT if number != 1 else text_of(300)
+        with refused(f"unwritable_file: {path}"):
+            llm.read(text).save(path)
+        assert path.read_bytes() == content, name
+    shutil.copy(saved, path)
+    os.utime(path, (1, 1))
+    llm.read(TEXT).save(path)
+    assert path.stat().st_mtime > 1
+    path.write_bytes(b"")  # as mktemp makes it
+    llm.read(TEXT).save(path)
+    assert saved_header.is_saved_document(path)
+
+
+def test_an_interrupted_save_leaves_the_old_file(
+    llama: Path, path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(saved, path)
     document = LLM(llama, QUEST).read(TEXT)
 
     def interrupt(*arguments: Any) -> int:
@@ -484,7 +504,7 @@ def test_an_interrupted_save_leaves_the_old_file(llama: Path, path: Path, monkey
     monkeypatch.setattr("kvsift.api.saved_document.zlib.crc32", interrupt)
     with pytest.raises(KeyboardInterrupt):
         document.save(path)
-    assert [file.read_text() for file in path.parent.iterdir()] == ["old"]
+    assert [file.read_bytes() for file in path.parent.iterdir()] == [saved.read_bytes()]
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli.watched import Run
+from cli.watched import Refused, Run
 
 from kvsift.checkpoint import fingerprint
 from kvsift.plan.syntax import parse_plan
@@ -23,6 +23,12 @@ def tuned(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = shutil.copytree(model, tmp_path / "tuned")
     write(copy / FILE, TunedPlan(parse_plan(PLAN), "tiny", fingerprint(copy), "cpu"))
     return copy
+
+
+def test_a_tuned_plan_is_taken_by_auto_and_not_by_its_file(refused: Refused, tuned: Path, text: Path) -> None:
+    command = ("ask", "--model", tuned, "--context", text, "--question", "Why?", "--plan")
+    assert "--plan auto" in refused(*command, tuned / FILE)
+    assert "missing.json" in refused(*command, "sketch:budget=512:anchors=missing.json")
 
 
 def test_every_command_reports_the_plan_that_auto_is(

@@ -342,7 +342,7 @@ def test_what_is_read_is_never_replaced(
 def test_a_document_is_saved_over_no_other_file(refused: Refused, model: Path, text: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--save", tmp_path / "mine.txt")
-    assert "a file that is no saved document is there" in refused(*command)
+    assert "a file that is not a saved document is there" in refused(*command)
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

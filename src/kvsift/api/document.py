@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from kvsift.api.answer import Answer
 from kvsift.api.generation import answer_of_sequence, check_captured, sequence_of
-from kvsift.api.saved_document import check_saving, check_target, save
+from kvsift.api.saved_document import check_same, check_saving, check_target, save
 from kvsift.engine.engine import Engine
 from kvsift.engine.follow import follow
 from kvsift.engine.model_runner import require_tokens
@@ -176,10 +176,12 @@ class Document(Uncopied):
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
-        question was asked yet, or the last one's plan prefills differently from the document's.
+        question was asked yet, or the last one's plan prefills differently from the document's. Of files that exist,
+        only a saved document of the same text and model is replaced.
 
         Raises:
-            InputError: if the file cannot be written, or tokens were dropped (evict=true); an older file stays then.
+            InputError: if the file cannot be written, is another one, or tokens were dropped (evict=true); an older
+                file stays then.
         """
         path, runner = checks.path_of("path", path).resolve(), self._runner
         check_target(path)
@@ -187,6 +189,7 @@ class Document(Uncopied):
             raise UnsupportedCall(
                 "this document was made of tokens, without its text. Documents of llm.read can be saved."
             )
+        check_same(path, runner, self.text)
         check_saving(runner, self._plan, self.num_tokens, path)
         if self._prefix is None:
             runner.check_prompts([self._ids], 1, self._plan)

@@ -11,7 +11,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
 from kvsift.engine.memory import kv_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
-from kvsift.errors import OtherModel, UnsupportedPlan, UnwritableFile
+from kvsift.errors import InputError, OtherModel, UnsupportedPlan, UnwritableFile
 from kvsift.models.hf.contents import fill, numbers_of, tensors_of
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.capabilities import check
@@ -58,6 +58,20 @@ def check_target(path: Path) -> None:
         raise UnwritableFile(f"a document cannot be saved as {path}: the directory {path.parent} does not exist.")
     if not os.access(path.parent, os.W_OK):
         raise UnwritableFile(f"a document cannot be saved as {path}: no file can be written in {path.parent}.")
+    saved_header.check_replaceable(path)
+
+
+def check_same(path: Path, runner: ModelRunner, text: DocumentText) -> None:
+    """Refuse to replace a saved document of another text or model, or one that cannot be opened (``InputError``)."""
+    if not saved_header.is_saved_document(path):
+        return
+    with suppress(InputError), SavedDocument(path) as saved:
+        if saved.is_of(runner, text):
+            return
+    raise UnwritableFile(
+        f"a document cannot be saved as {path}: a saved document of another text or model is there, or a damaged one, "
+        "and would be lost. Give another name, or remove it."
+    )
 
 
 NOT_SAVED: Objections = (
@@ -181,6 +195,11 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         """The document and its prompt."""
         context = self._checked("context").numpy().tobytes().decode()
         return DocumentText(context, *(self._document[name] for name in ("template", "system", "stop")))
+
+    def is_of(self, runner: ModelRunner, text: DocumentText) -> bool:
+        """Return whether it has this text, as this model has read it."""
+        same_model: bool = self._document["model"] == fingerprint(runner.directory.path)
+        return same_model and self.text.context == text.context
 
     def check(self, runner: ModelRunner, plan: Plan) -> None:
         """Refuse a model or plan for which the saved keys would be other ones, before the weights are loaded.

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsift.errors import DamagedFile, InputError, MissingFile, UnreadableFile, WrongFile
+from kvsift.errors import DamagedFile, InputError, MissingFile, UnreadableFile, UnwritableFile, WrongFile
 
 FORMAT = 4  # 1: control tokens that a document spelled could be among its tokens; 2 and 3: other layouts of sketches
 KEY = "kvsift document"
@@ -57,6 +57,15 @@ def is_saved_document(path: Path) -> bool:
             return file.read(8 + len(START))[8:] == START
     except OSError:
         return False
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to save a document over a file of another kind (``InputError``)."""
+    if path.is_file() and path.stat().st_size and not is_saved_document(path):
+        raise UnwritableFile(
+            f"a document cannot be saved as {path}: a file that is not a saved document is there, and would be lost. "
+            "Give another name, or remove it."
+        )
 
 
 def read_header(path: Path) -> bytes:

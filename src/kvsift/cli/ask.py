@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvsift.api.saved_header import check_replaceable
 from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
@@ -82,9 +83,10 @@ def ask(
     read = [*context, questions_file, prompt_template]
     files.require_writable(out, "--out", read)
     files.require_writable(save, "--save", read)
-    files.require_replaceable(save, "--save")
     if out is not None and save is not None and out.resolve() == save.resolve():
         raise Conflict(f"--out and --save are both {out}, and one would replace the other. Name two files.")
+    if save is not None:
+        check_replaceable(save)
     saved = files.saved_document(context)
     if saved is not None and (template is not None or system is not None):
         raise UnusedOption(

@@ -141,16 +141,6 @@ def _is_same(path: Path, name: str | Path) -> bool:
         return False
 
 
-def require_replaceable(path: Path | None, option: str) -> None:
-    """Refuse to replace a file that is no saved document by one (``InputError``)."""
-    from kvsift.api.saved_header import is_saved_document
-
-    if path is not None and path.exists() and not is_saved_document(path):
-        raise UnwritableFile(
-            f"{option} {path}: a file that is no saved document is there. Give another name, or remove it."
-        )
-
-
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file, or the one that a link leads to, atomically; into a device or a pipe, write.
 
@@ -189,6 +179,11 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
 
 def read_plan(text: str) -> str | dict[str, Any]:
     """Return a plan of the command line: its text, or the [plan] table of a TOML file."""
+    if text.endswith(".json") and "=" not in text:  # else a plan names a file
+        raise WrongFile(
+            f"{text} is no plan. What kvsift tune has found is taken by --plan auto: from the user's cache, or as "
+            "kvsift-plan.json in the model's directory."
+        )
     if not text.endswith(".toml"):
         _check_names(text)
         return text
