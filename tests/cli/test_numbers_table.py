@@ -57,6 +57,16 @@ def test_no_word_and_no_number_is_broken_at_40_columns_or_80(width: int, count: 
             assert " ".join(lines[start:]).split() == 2 * CELL.split()
 
 
+def test_plans_in_the_first_column_continue_after_a_colon_or_a_comma() -> None:
+    plan = "prefill=quoka:budget=1024:chunk=512,decode=sketch:budget=1024:dense_layers=none"
+    console = Console(width=40, record=True, highlight=False)
+    print_columns(console, ["plan", plan, "dense"], [["ms", "1.02", "4.10"]])
+    lines = [re.split("[┃│]", line)[1].strip() for line in console.export_text().splitlines() if line[0] == "│"]
+    assert lines.pop() == "dense"
+    assert "".join(lines) == plan
+    assert all(line.endswith((":", ",")) for line in lines[:-1])
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_what_there_is_is_listed_without_breaking_words(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int

@@ -53,13 +53,14 @@ def print_columns(
 
     for group in side_by_side(labels, columns, out.width):
         shown = [labels, *group]
+        widths = _widths(shown, out.width)
         heads = [
             Column(cell(_broken(column[0], width)), width=width, overflow="fold")
-            for column, width in zip(shown, _widths(shown, out.width))
+            for column, width in zip(shown, widths)
         ]
         table = Table(*heads, show_lines=between_rows, show_header=any(column[0] for column in shown))
-        for row in list(zip(*shown))[1:]:
-            table.add_row(*map(cell, row))
+        for label, *texts in list(zip(*shown))[1:]:
+            table.add_row(cell(_broken(label, widths[0])), *map(cell, texts))
         out.print(table)
 
 
@@ -109,10 +110,10 @@ def _length(text: str) -> int:
     return cell_len(plain(text))
 
 
-def _broken(header: str, width: int) -> str:
-    """Return a header whose words, plans for instance, continue on the next line after a colon or a comma."""
+def _broken(text: str, width: int) -> str:
+    """Return a header or a label whose words, plans for instance, continue on the next line after a colon or a comma."""
     words = []
-    for word in header.split(" "):
+    for word in text.split(" "):
         lines = [""]
         for part in PARTS.findall(word):
             if lines[-1] and _length(lines[-1] + part) > width:
