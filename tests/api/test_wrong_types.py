@@ -44,7 +44,7 @@ def llm(llama: Path) -> LLM:
         ([b"Once"], {}, "invalid_value: prompt"),
         ([[]], {}, "empty_text: there is no prompt"),
         ([""], {}, "empty_text: the prompt is empty"),
-        ([["a", ""]], {}, "empty_text: a prompt is empty"),
+        ([["a", ""]], {}, "empty_text: prompt 2 of 2 is empty"),
         ([["a", "b"]], {"on_text": print}, "conflict"),
         (["Once"], {"max_new_tokens": 0}, "invalid_value: max_new_tokens=0"),
     ],

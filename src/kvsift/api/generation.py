@@ -221,4 +221,5 @@ def _host(runner: ModelRunner) -> str:
         sample = torch.empty(1, head_dim, dtype=runner.dtype)
         if not supports(sample, sample[None]):
             return f"plain torch: the compiled core does not take {runner.dtype} with head_dim {head_dim}"
-    return f"compiled core, {native.level()}, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    return f"compiled core, {native.level()}, {count} thread{'s' if count > 1 else ''}"

@@ -343,8 +343,8 @@ class LLM(Engine):
             self.check_text(text)
         prompts = [self.encode(text) if text else [] for text in texts]
         if not prompts or not all(prompts):
-            which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
-            raise EmptyText(f"{which}.")
+            which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts))
+            raise EmptyText(f"{which or f'prompt {prompts.index([]) + 1} of {len(prompts)} is empty'}.")
         offsets = None
         if options.passages:
             found = [offsets_of(self.tokenizer, text) for text in texts]

@@ -16,6 +16,7 @@ from kvsift.cli.comparison import Column, Reading, cut_mark, print_answers, prin
 from kvsift.cli.numbers_table import print_numbers
 from kvsift.cli.printing import ProgressBar, StrippedText, cell, console, plain
 from kvsift.collector import collector_paused
+from kvsift.errors import Conflict
 
 if TYPE_CHECKING:
     from kvsift.api.answer import Answer
@@ -90,6 +91,8 @@ def answer_all(
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=parsed[0], **model)
         plans = [*map(llm.plans.parse, parsed)]
+        if again := next((plan for number, plan in enumerate(plans) if plan in plans[:number]), None):
+            raise Conflict(f"--compare {again}: this plan answers already. Leave it out, or name another one.")
         if isinstance(context, Path):
             progress.loading("opening the document")
             document, stop = llm.open(context, progress=progress.reading), prompt.get("stop")

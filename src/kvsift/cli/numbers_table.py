@@ -111,7 +111,7 @@ def _length(text: str) -> int:
 
 
 def _broken(text: str, width: int) -> str:
-    """Return a header or a label whose words, plans for instance, continue on the next line after a colon or a comma."""
+    """Return a header or a label whose words, plans for instance, continue on the next line after a colon or comma."""
     words = []
     for word in text.split(" "):
         lines = [""]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsift.errors import UnusedOption
+
 if TYPE_CHECKING:
     from kvsift.engine.sampling import Sampling
 
@@ -178,7 +180,10 @@ class SamplingOptions:
         """Return the sampling; imports torch."""
         from kvsift.engine.sampling import Sampling
 
-        return Sampling(self.temperature, self.top_p, self.seed)
+        sampling = Sampling(self.temperature, self.top_p, self.seed)
+        if self.top_p < 1 and self.temperature == 0:
+            raise UnusedOption(f"--top-p {self.top_p} changes nothing at --temperature 0, which is greedy. Give both.")
+        return sampling
 
 
 @dataclass(frozen=True, eq=False, repr=False)
