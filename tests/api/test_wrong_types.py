@@ -54,6 +54,15 @@ def test_a_prompt(llm: LLM, arguments: list[Any], options: dict[str, Any], messa
         llm.generate(*arguments, **options)
 
 
+def test_the_name_of_a_file_is_not_its_text(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "manual.txt").write_text(text_of(100))
+    for begin in (llm.read, llm.chat):
+        with refused(f"invalid_value: {tmp_path / 'manual.txt'}"):
+            begin(str(tmp_path / "manual.txt"))
+        begin(str(tmp_path / "missing.txt"))  # is text
+        begin("/" + "x" * 300)
+
+
 ANYTHING: list[Any] = [
     None, 5, -1, "x", "", [], {}, float("nan"), float("inf"), -float("inf"), 10**400, True, np.int64(3),
     np.float32(0.5), Path("x"), b"x", object(), torch.tensor(3), [None], "x" * 5000, "a\0b",

@@ -41,6 +41,7 @@ from kvsift.tokenization.text_offsets import TextOffsets, offsets_of
 
 CHUNK_SIZES = 512, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
 MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
+LONGEST_NAME = 4096  # characters of a path
 
 
 class LLM(Engine):
@@ -191,6 +192,7 @@ class LLM(Engine):
         require_text(context, "context")
         if not context.strip():
             raise EmptyText("the context is empty; there is nothing to ask about.")
+        _refuse_file_name(context)
         self.check_text(context)
         return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
@@ -230,6 +232,7 @@ class LLM(Engine):
             InputError: for a document that is no text, or too long for the model.
         """
         require_text(context, "context")
+        _refuse_file_name(context)
         self.check_text(context)
         form, plan = PromptFormat(self.tokenizer, system=system), self.plan_of(plan, self.plan)
 
@@ -390,3 +393,16 @@ def _cpu(device: str) -> str:
             "or use placement=split or placement=offload."
         )
     return "cpu"
+
+
+def _refuse_file_name(context: str) -> None:
+    """Refuse the name of a file in place of its text (``InputError``)."""
+    try:
+        is_name = 0 < len(context) <= LONGEST_NAME and Path(context).is_file()
+    except (OSError, ValueError):  # no file can have this name
+        return
+    if is_name:
+        raise InvalidValue(
+            f"the context {context!r} is the name of a file, and would be read as text itself. Give its text, as "
+            "Path.read_text returns it, or open a saved document with llm.open."
+        )
