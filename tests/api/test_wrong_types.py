@@ -54,13 +54,17 @@ def test_a_prompt(llm: LLM, arguments: list[Any], options: dict[str, Any], messa
         llm.generate(*arguments, **options)
 
 
-def test_the_name_of_a_file_is_not_its_text(llm: LLM, tmp_path: Path) -> None:
+def test_the_name_of_a_file_in_place_of_its_text_is_mentioned(
+    llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "manual.txt").write_text(text_of(100))
     for begin in (llm.read, llm.chat):
-        with refused(f"invalid_value: {tmp_path / 'manual.txt'}"):
-            begin(str(tmp_path / "manual.txt"))
-        begin(str(tmp_path / "missing.txt"))  # is text
-        begin("/" + "x" * 300)
+        for text in (str(tmp_path / "missing.txt"), "/" + "x" * 300, "a\0b"):
+            begin(text)
+        assert not caplog.messages
+        begin(str(tmp_path / "manual.txt"))
+        assert f"{str(tmp_path / 'manual.txt')!r} is the name of a file" in caplog.messages[0]
+        caplog.clear()
 
 
 ANYTHING: list[Any] = [

@@ -32,7 +32,7 @@ OPTIONS = [
     (["--question-phase", "decod"], "unknown phase 'decod'; did you mean 'decode'? Known: decode, prefill"),
     (["--temperature", "-1"], "temperature=-1.0 must be a number, 0 (greedy) or more."),
     (["--top-p", "0"], "top_p=0.0 must be a number greater than 0 and at most 1."),
-    (["--top-p", "0.9"], "--top-p 0.9 changes nothing at --temperature 0"),
+    (["--top-p", "0.9"], "--top-p 0.9 has no effect without --temperature above 0"),
     (["--compare", "dense", "--compare", "dense"], "--compare dense: this plan answers already."),
     (["--seed", "-1"], "seed=-1 must be a whole number, 0 or more"),
     (["--question", " \n"], "the question is empty."),

@@ -8,6 +8,7 @@ print(answer.text, answer.decode("density"))
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
@@ -42,6 +43,7 @@ from kvsift.tokenization.text_offsets import TextOffsets, offsets_of
 CHUNK_SIZES = 512, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
 MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 LONGEST_NAME = 4096  # characters of a path
+log = logging.getLogger("kvsift")
 
 
 class LLM(Engine):
@@ -192,7 +194,7 @@ class LLM(Engine):
         require_text(context, "context")
         if not context.strip():
             raise EmptyText("the context is empty; there is nothing to ask about.")
-        _refuse_file_name(context)
+        _warn_of_file_name(context)
         self.check_text(context)
         return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
@@ -232,7 +234,7 @@ class LLM(Engine):
             InputError: for a document that is no text, or too long for the model.
         """
         require_text(context, "context")
-        _refuse_file_name(context)
+        _warn_of_file_name(context)
         self.check_text(context)
         form, plan = PromptFormat(self.tokenizer, system=system), self.plan_of(plan, self.plan)
 
@@ -395,14 +397,15 @@ def _cpu(device: str) -> str:
     return "cpu"
 
 
-def _refuse_file_name(context: str) -> None:
-    """Refuse the name of a file in place of its text (``InputError``)."""
+def _warn_of_file_name(context: str) -> None:
+    """Log a warning if the context is the name of a file. It is no error: whoever sends a text to a program that reads
+    it here must not learn from a refusal which files there are."""
     try:
         is_name = 0 < len(context) <= LONGEST_NAME and Path(context).is_file()
     except (OSError, ValueError):  # no file can have this name
         return
     if is_name:
-        raise InvalidValue(
-            f"the context {context!r} is the name of a file, and would be read as text itself. Give its text, as "
-            "Path.read_text returns it, or open a saved document with llm.open."
-        )
+        log.warning(
+            "the context %r is the name of a file, and is read as text itself. Give the text of the file, or open a "
+            "saved document with llm.open.", context,
+        )  # fmt: skip

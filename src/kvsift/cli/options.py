@@ -182,7 +182,9 @@ class SamplingOptions:
 
         sampling = Sampling(self.temperature, self.top_p, self.seed)
         if self.top_p < 1 and self.temperature == 0:
-            raise UnusedOption(f"--top-p {self.top_p} changes nothing at --temperature 0, which is greedy. Give both.")
+            raise UnusedOption(
+                f"--top-p {self.top_p} has no effect without --temperature above 0; give one, or leave it out."
+            )
         return sampling
 
 

@@ -635,7 +635,7 @@ def ignored_fields(value: Any, is_strict: bool = False, path: str = "") -> Itera
         ours = not path and bool(given) and {name, "sparsity"} <= {*Sparsity.model_fields, *type(value).model_fields}
         if given is not None and (is_strict or is_refused or ours):
             text = str(unknown("field", name[:80], type(value).model_fields))
-            text = f'{name} stands in the field sparsity: {{"sparsity": {{"{name}": ...}}}}.' if ours else text
+            text = f'{name} is a field of sparsity; give {{"sparsity": {{"{name}": ...}}}}.' if ours else text
             raise ApiError(400, text, "unknown_parameter", name[:80])
         yield f"{path}{name[:80]}"
     for name in type(value).model_fields:
